@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from gspmd_lm import units
+
 playwright = pytest.importorskip("playwright.sync_api", reason="the tests in a browser need .[browser]")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -39,6 +41,8 @@ weights:
 PATIENCE_MS = 40_000  # for a trace or a compile on two busy cores
 WIDTHS = (1280, 1920)
 SCHEMES = ("light", "dark")
+SIZES = [0, 7, 999, 1000, 15_400, 999_900, 1_000_000, 246_300_000, 1.6e9, 2.5e12]
+TIMES = [0, 4e-6, 19.7e-6, 616e-6, 1e-3, 8.05e-3, 0.1, 0.999, 1, 1.72, 15, 150]
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +245,14 @@ def test_compiled_figures_stand_beside_the_estimates(bench):
     figures = {one["name"]: one for one in bench.state()["headline"]["figures"]}
     compiled = [one["compiled"]["text"] for one in figures.values() if one["compiled"]]
     assert bench.page.locator(".figure .compiled b").all_inner_texts() == compiled
+    bench.expect("#timeline").to_contain_text("simulated devices")  # which have no times to draw
+
+
+@pytest.mark.parametrize("write, values", [(units.human_bytes, SIZES), (units.human_seconds, TIMES)])
+def test_numbers_are_written_as_in_reports(bench, write, values):
+    name = {units.human_bytes: "writeBytes", units.human_seconds: "writeSeconds"}[write]
+    code = f"async (values) => {{ const {{ {name} }} = await import('/static/units.js'); return values.map({name}); }}"
+    assert bench.page.evaluate(code, values) == [write(value) for value in values]
 
 
 def test_an_edit_stops_the_compile(bench):

@@ -171,7 +171,7 @@ watch(
   (_, { controls }) => drawControls(controls),
 );
 watch(
-  ({ controls, version }) => [version, controls.map(({ value }) => value)],
+  ({ controls, version, mesh }) => [version, mesh?.axes, controls.map(({ value }) => value)],
   (_, { controls }) => {
     for (const { name, value } of controls) if (name !== dragged) shown.get(name)?.(value);
   },

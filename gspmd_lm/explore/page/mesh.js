@@ -2,7 +2,7 @@
 import { all, h, moveFocus, product, range, replace } from "./dom.js";
 import { Placement } from "./pieces.js";
 
-const [WIDTH, HEIGHT] = [230, 150]; // of the picture of an array
+const [WIDTH, HEIGHT] = [230, 160]; // of the picture of an array
 const DIGIT = 6.2; // the width of a character in it
 const LABELLED = 64; // parts; more have no room for their devices' numbers
 const MOST_PARTS = 4096; // rectangles of one picture
@@ -36,7 +36,13 @@ function drawArray(placement, name, whole) {
       "g",
       { "data-use": name, "data-part": key },
       h("rect", { x: c * width, y: r * height, width, height, style: `fill:${placement.colour(key)}` }),
-      label && label.length * DIGIT <= width && h("text", { x: (c + 0.5) * width, y: (r + 0.5) * height + 4 }, label),
+      label &&
+        label.length * DIGIT <= width &&
+        h(
+          "text",
+          { x: (c + 0.5) * width, y: (r + 0.5) * height + 3.4, style: `font-size:${Math.min(10, height - 1)}px` },
+          label,
+        ),
     );
   });
   const copies = whole / placement.counts.reduce((a, b) => a * b, 1);
