@@ -10,7 +10,6 @@ from absl import flags
 
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import MACHINE, RESULTS, Flags, Verb, on_target, overrides
-from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
 
 
@@ -19,7 +18,7 @@ def _define(flags: Flags) -> None:
     flags.text(
         "rules",
         None,
-        "The rules file that is edited: a path, or a name in rules/. The default is fsdp_tp; --program has none.",
+        "The rules file that is edited: a path, or a name in rules/. The default is fsdp_tp, or none for --program.",
     )
     flags.text("target", "v5p:4x4x4", "The hardware, which need not be here: v5e:4x8, h100:8, cpu:8, ...")
     flags.text(
@@ -74,6 +73,8 @@ def _words(problem: Mapping[str, Any]) -> str:
 
 def _changes(sets: Sequence[str], mesh: str) -> dict[tuple[str, ...], Any]:
     """Keys of the rules file and the values that --set and --mesh lay over them: they are written into its text."""
+    from gspmd_lm.config import core_yaml
+
     changes: dict[tuple[str, ...], Any] = {}
     for text in sets:
         key, equals, value = text.partition("=")

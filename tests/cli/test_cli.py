@@ -35,7 +35,7 @@ DRY = ("--rules=tp8", "--dry_run")
         (
             ("trian",),
             "trian: no such verb (did you mean train?)\n"
-            "  fix   use one of train, eval, generate, convert, explain, compare, plan, plot, keys, completion\n",
+            "  fix   use one of train, eval, generate, convert, explain, compare, plan, explore, plot, keys, completion\n",
         ),
         (("serve",), f"serve: no such verb\n  fix   use one of {', '.join(cli.VERBS)}\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
@@ -410,7 +410,7 @@ def test_without_its_dependencies_the_program_says_what_to_type():
 @pytest.mark.parametrize(
     ("line", "replaced", "found"),
     [
-        ("gspmd-lm exp", "exp", ["explain "]),
+        ("gspmd-lm exp", "exp", ["explain ", "explore "]),
         ("gspmd-lm --wor", "--wor", ["--workdir="]),
         ("gspmd-lm eval --dry", "--dry", []),
         ("gspmd-lm train --dry", "--dry", ["--dry_run "]),
