@@ -176,7 +176,8 @@ async function fix(index) {
 watch(
   ({ inputs, version }) => [inputs.text, version],
   ([theirs, version]) => {
-    if (timer !== null || version < editVersion || theirs === agreed || theirs === null) return;
+    const isTyping = agreed !== null && text() !== agreed; // the server does not have all of it yet
+    if (isTyping || version < editVersion || theirs === agreed || theirs === null) return;
     const first = agreed === null;
     agreed = theirs;
     write(theirs, [QUIET.of(true), cm.Transaction.addToHistory.of(!first)]);
