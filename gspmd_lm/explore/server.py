@@ -39,7 +39,7 @@ HEARTBEAT_S = 15.0
 MOST_BODY = 4 * MOST_TEXT + 10_000  # bytes of a request
 NOT_STORED = {"Cache-Control": "no-store"}
 # What a page may load: the workbench its own files, a page that stands alone nothing but what is in it.
-POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-src 'self' data:"
+POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 STANDS_ALONE = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 SCRIPTS_OF_ITS_OWN = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
@@ -100,12 +100,18 @@ def make_app(workbench: Workbench, token: str, port: int) -> Starlette:
         named = {"Content-Disposition": 'attachment; filename="layout.html"', "Content-Security-Policy": STANDS_ALONE}
         return HTMLResponse(share_page(workbench.state()), headers=named)
 
-    async def report(_: Request) -> Response:
+    def show_compiled(page: str) -> Response:
         inputs = workbench.told.inputs
         found = workbench.compilation.results.get(inputs) if inputs else None
-        if not found:
+        if not (found and found[page]):
             return PlainTextResponse("this layout is not compiled", 404)
-        return HTMLResponse(found["page"], headers={"Content-Security-Policy": SCRIPTS_OF_ITS_OWN})
+        return HTMLResponse(found[page], headers={"Content-Security-Policy": SCRIPTS_OF_ITS_OWN})
+
+    async def report(_: Request) -> Response:
+        return show_compiled("page")
+
+    async def timeline(_: Request) -> Response:
+        return show_compiled("timeline")
 
     async def edit(asked: dict[str, Any]) -> Any:
         return {"version": await workbench.edit(asked)}
@@ -140,7 +146,7 @@ def make_app(workbench: Workbench, token: str, port: int) -> Starlette:
         yield
         await workbench.stop()
 
-    gets = (state, events, complete, share, report)
+    gets = (state, events, complete, share, report, timeline)
     posts = (edit, control, fix, pin, search, compile, load, save)
     return Starlette(
         routes=[

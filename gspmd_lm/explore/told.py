@@ -51,7 +51,7 @@ class Told:
             "mesh": shown.get("mesh"),
             "arrays": shown.get("arrays", []),
             "layer": self.layer and {**self.layer, "version": self.layer_version},
-            "timeline": compiled["timeline"] if compiled else None,
+            "timeline": bool(compiled and compiled["timeline"]),
             "changes": self.changes,
         }
 

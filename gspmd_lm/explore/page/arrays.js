@@ -50,7 +50,7 @@ function drawTree(arrays, current) {
         "data-key": keyOf(arrays, array),
         onclick: () => chooseKey(keyOf(arrays, array)),
       },
-      h("span", { class: "path" }, h("bdi", {}, array.path)),
+      h("span", { class: "path", title: array.path }, h("bdi", {}, array.path)),
       h("span", { class: "split dim" }, splitText(array)),
       h("span", { class: "num" }, array.bytes_text),
     );
@@ -98,7 +98,9 @@ find("#tree").addEventListener("focusin", ({ target: { dataset } }) => {
 function drawDetails(array) {
   if (!array) return null;
   const dimensions = array.shape.map((size, i) => {
-    const row = array.rows.find(({ dim }) => dim === i);
+    const own = new Map(array.rows.filter(({ dim }) => dim === i).map(({ row, line }) => [row, line]));
+    const rows = [...own].map(([row, line], n) => rowButton(row, line, `dimension ${i} ${n}`));
+    const isSplit = [array.at_rest, array.in_use].some((split) => split?.[i]?.length);
     const ways = (split) => (split ? describe(split[i] || []) : "–");
     return h(
       "tr",
@@ -107,7 +109,7 @@ function drawDetails(array) {
       h("td", { class: "num" }, size.toLocaleString("en")),
       h("td", {}, ways(array.at_rest)),
       h("td", {}, ways(array.in_use)),
-      h("td", {}, row ? rowButton(row.row, row.line, `dimension ${i}`) : h("span", { class: "dim" }, "no row: whole")),
+      h("td", {}, rows.length ? rows : isSplit ? null : h("span", { class: "dim" }, "no row: whole")),
     );
   });
   const head = ["dimension", "size", "at rest", "in use", "because of"].map((name) => h("th", { scope: "col" }, name));

@@ -24,9 +24,12 @@ watch(
     for (const field of document.querySelectorAll("#inputs input")) {
       if (field === document.activeElement) continue;
       const value = inputs[field.name];
+      field.closest("label").hidden =
+        inputs.program !== null && (value === null || value === "" || field.name === "set");
       field.value = Array.isArray(value) ? value.join(" ") : (value ?? "");
     }
-    find("#path").textContent = inputs.path || inputs.program || "";
+    find("#path").textContent = inputs.path || "";
+    find("#program").textContent = inputs.program || "";
     document.title = `${inputs.config || inputs.program || "explore"}: ${inputs.path || "layout"}`;
   },
 );
@@ -36,16 +39,20 @@ let dragged = null;
 const shown = new Map(); // from a control's name to the function that shows its value
 
 const setters = new Map();
+const pending = new Map(); // from a control's name to the value that the server's state does not have yet
 function set(name, value) {
-  if (!setters.has(name)) {
-    setters.set(
-      name,
-      latest(async (next) => {
-        await settle();
-        write((await post("/control", { name, value: next })).text);
-      }),
-    );
-  }
+  const setNow = async (next) => {
+    try {
+      await settle();
+      write((await post("/control", { name, value: next })).text);
+      await settle();
+    } finally {
+      if (pending.get(name) === next) pending.delete(name);
+    }
+  };
+  if (!setters.has(name)) setters.set(name, latest(setNow));
+  pending.set(name, value);
+  shown.get(name)(value);
   setters.get(name)(value);
 }
 
@@ -67,10 +74,7 @@ function drawSlider(control, id) {
     step: 1,
     "data-key": id,
     "aria-label": label,
-    oninput: () => {
-      show(choices[slider.value]);
-      set(name, choices[slider.value]);
-    },
+    oninput: () => set(name, choices[slider.value]),
     onpointerdown: () => {
       dragged = name;
     },
@@ -97,10 +101,7 @@ function drawSlider(control, id) {
         "data-key": `${id} ${by}`,
         onclick: () => {
           const next = choices[Number(slider.value) + by];
-          if (next !== undefined) {
-            show(next);
-            set(name, next);
-          }
+          if (next !== undefined) set(name, next);
         },
       },
       sign,
@@ -157,7 +158,7 @@ function drawControls(controls) {
       const id = `control-${control.name}`;
       const draw = control.kind === "choice" ? drawChoice : control.choices ? drawSlider : drawNumber;
       const [show, node] = draw(control, id);
-      show(control.value);
+      show(pending.get(control.name) ?? control.value);
       shown.set(control.name, show);
       return h("div", { class: "control", title: control.meaning }, h("label", { for: id }, control.label), node);
     }),
@@ -168,8 +169,8 @@ watch(
   (_, { controls }) => drawControls(controls),
 );
 watch(
-  ({ controls, version }) => [version, controls.map(({ value }) => value)],
+  ({ controls, version, mesh }) => [version, mesh?.axes, controls.map(({ value }) => value)],
   (_, { controls }) => {
-    for (const { name, value } of controls) if (name !== dragged) shown.get(name)?.(value);
+    for (const { name, value } of controls) if (name !== dragged) shown.get(name)?.(pending.get(name) ?? value);
   },
 );

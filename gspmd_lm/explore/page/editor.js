@@ -176,7 +176,8 @@ async function fix(index) {
 watch(
   ({ inputs, version }) => [inputs.text, version],
   ([theirs, version]) => {
-    if (timer !== null || version < editVersion || theirs === agreed || theirs === null) return;
+    const isTyping = agreed !== null && text() !== agreed; // the server does not have all of it yet
+    if (isTyping || version < editVersion || theirs === agreed || theirs === null) return;
     const first = agreed === null;
     agreed = theirs;
     write(theirs, [QUIET.of(true), cm.Transaction.addToHistory.of(!first)]);
@@ -186,7 +187,7 @@ watch(
 watch(
   ({ inputs }) => inputs.editable,
   (editable) => {
-    for (const node of [find("#rules"), find("#controls")]) node.hidden = !editable;
+    document.body.classList.toggle("fixed", !editable);
   },
 );
 
@@ -195,8 +196,9 @@ watch(
   ({ problems, shown_version, version }) => [problems, shown_version === version],
   ([problems]) => {
     const doc = view.state.doc;
-    const marks = problems.map(({ line, message, fix: words, fix_text, warning }, i) => {
-      const at = doc.line(Math.min(line || 1, doc.lines));
+    const inText = problems.map((problem, i) => [problem, i]).filter(([{ line }]) => line);
+    const marks = inText.map(([{ line, message, fix: words, fix_text, warning }, i]) => {
+      const at = doc.line(Math.min(line, doc.lines));
       const actions = fix_text ? [{ name: "Apply the fix", apply: () => fix(i) }] : [];
       return {
         from: at.from + at.text.search(/\S|$/),

@@ -138,32 +138,28 @@ function drawPhase({ blocks, gaps, rest }, phase, axes, current) {
   );
 }
 
+// A sentence whose rows stand between backticks; the row whose line is known leads to it.
+const drawBecause = ({ because, row, line }, key) =>
+  because.split("`").map((words, i) => {
+    if (i % 2 === 0) return words;
+    return words === row ? rowButton(row, line, key) : h("code", {}, words);
+  });
+
 function drawReason(box) {
   if (!box) return h("p", { class: "dim" }, "The devices send each other nothing here.");
-  return h(
-    "ul",
-    {},
-    box.members.map(({ kind, because, row, line, array, source }, i) =>
-      h(
-        "li",
-        {},
-        h("b", {}, kind),
-        ": ",
-        because,
-        " ",
-        row && rowButton(row, line, `reason row ${i}`),
-        " ",
-        array &&
-          h(
-            "button",
-            { type: "button", class: "row", "data-key": `reason array ${i}`, onclick: () => choose(array) },
-            array,
-          ),
-        " ",
-        source && h("span", { class: "dim" }, "in ", h("code", {}, source)),
-      ),
-    ),
-  );
+  const drawMember = (member, i) => {
+    const { kind, array, source } = member;
+    const press = { type: "button", class: "row", "data-key": `reason array ${i}`, onclick: () => choose(array) };
+    return h(
+      "li",
+      {},
+      [h("b", {}, kind), " "],
+      array && [h("button", press, "show the array"), " "],
+      drawBecause(member, `reason row ${i}`),
+      source && h("span", { class: "dim" }, " in ", h("code", {}, source)),
+    );
+  };
+  return h("ul", {}, box.members.map(drawMember));
 }
 
 function draw({ layer, mesh }) {

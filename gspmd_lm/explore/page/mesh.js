@@ -1,8 +1,8 @@
 // The pictures of the mesh and of one array on it. Pointing at a device or at a part shows what belongs to it everywhere.
-import { all, h, moveFocus, range } from "./dom.js";
+import { all, h, moveFocus, product, range, replace } from "./dom.js";
 import { Placement } from "./pieces.js";
 
-const [WIDTH, HEIGHT] = [230, 150]; // of the picture of an array
+const [WIDTH, HEIGHT] = [230, 160]; // of the picture of an array
 const DIGIT = 6.2; // the width of a character in it
 const LABELLED = 64; // parts; more have no room for their devices' numbers
 const MOST_PARTS = 4096; // rectangles of one picture
@@ -36,14 +36,22 @@ function drawArray(placement, name, whole) {
       "g",
       { "data-use": name, "data-part": key },
       h("rect", { x: c * width, y: r * height, width, height, style: `fill:${placement.colour(key)}` }),
-      label && label.length * DIGIT <= width && h("text", { x: (c + 0.5) * width, y: (r + 0.5) * height + 4 }, label),
+      label &&
+        label.length * DIGIT <= width &&
+        h(
+          "text",
+          { x: (c + 0.5) * width, y: (r + 0.5) * height + 3.4, style: `font-size:${Math.min(10, height - 1)}px` },
+          label,
+        ),
     );
   });
   const copies = whole / placement.counts.reduce((a, b) => a * b, 1);
-  const cut = array.shape.map(
-    (size, i) =>
-      `${array.axes[i] ?? i} ${size.toLocaleString("en")}${counts[i] > 1 ? ` ÷ ${counts[i]} (${placement.split[i].join(", ")})` : ""}`,
-  );
+  const cut = array.shape.map((size, i) => {
+    const words = `${array.axes[i] ?? i} ${size.toLocaleString("en")}`;
+    if (counts[i] === 1) return words;
+    const unseen = drawn.includes(i) ? "" : ", which is not drawn";
+    return `${words} ÷ ${counts[i]} (${placement.split[i].join(", ")}${unseen})`;
+  });
   const about = copies > 1 ? `${copies} copies of each part` : "one copy";
   return h(
     "figure",
@@ -91,6 +99,7 @@ function drawMesh(mesh, colourOf) {
                   class: "device",
                   tabindex: -1,
                   "data-device": device.id,
+                  "data-key": `device ${device.id}`,
                   style: `background:${colourOf(device)}`,
                   "aria-label": `device ${device.id}: ${where}, host ${host}`,
                 },
@@ -111,83 +120,91 @@ function drawMesh(mesh, colourOf) {
   );
 }
 
-// Fills `box` with the mesh and the chosen array at rest and in use.
-export function drawPlacement(box, mesh, array) {
-  const whole = mesh.axes.reduce((count, { size }) => count * size, 1);
-  const placements = new Map();
-  if (array?.at_rest) placements.set("at rest", new Placement(mesh, array, array.at_rest));
-  if (array?.in_use) placements.set("in use", new Placement(mesh, array, array.in_use));
-  const coloured = [...placements.values()][0];
-  const colourOf = (device) => (coloured ? coloured.colour(coloured.key(coloured.piece(device))) : "transparent");
-  const about = h("p", { class: "about", "aria-live": "polite" });
-  const axes = mesh.axes.map(({ name, size }) => `${name} ${size}`).join(" × ");
-  box.replaceChildren(
-    h(
+// A mesh and an array on it, at rest and in use, and what is marked where someone points.
+class Picture {
+  constructor(mesh, array) {
+    this.mesh = mesh;
+    this.array = array;
+    this.placements = new Map();
+    if (array?.at_rest) this.placements.set("at rest", new Placement(mesh, array, array.at_rest));
+    if (array?.in_use) this.placements.set("in use", new Placement(mesh, array, array.in_use));
+    this.about = h("p", { class: "about", "aria-live": "polite" });
+    this.node = this.draw();
+    this.cells = all("[data-device]", this.node);
+    this.cells[0].tabIndex = 0;
+    this.rest();
+  }
+
+  draw() {
+    const { mesh, placements } = this;
+    const [coloured] = placements; // the name and the placement that give the devices their colours
+    const colourOf = (device) => (coloured ? coloured[1].colourOf(device) : "transparent");
+    const whole = product(mesh.axes.map(({ size }) => size));
+    const axes = mesh.axes.map(({ name, size }) => `${name} ${size}`).join(" × ") || "one device";
+    const arrays = [...placements].map(([name, placement]) => drawArray(placement, name, whole));
+    const caption = coloured && h("span", { class: "dim" }, `, coloured by the part ${coloured[0]}`);
+    const title = h("figcaption", {}, h("b", {}, "mesh"), ` ${axes}`, caption);
+    return h(
       "div",
-      { class: "placed" },
+      {
+        onpointerover: (event) => this.look(event.target),
+        onfocusin: (event) => this.look(event.target),
+        onpointerleave: () => this.rest(),
+        onkeydown: (event) => moveFocus(event, this.cells),
+      },
       h(
         "div",
-        { class: "arrays-drawn" },
-        [...placements].map(([name, placement]) => drawArray(placement, name, whole)),
+        { class: "placed" },
+        h("div", { class: "arrays-drawn" }, arrays),
+        h("figure", { class: "of-mesh" }, title, drawMesh(mesh, colourOf)),
       ),
-      h(
-        "figure",
-        { class: "of-mesh" },
-        h(
-          "figcaption",
-          {},
-          h("b", {}, "mesh"),
-          ` ${axes || "one device"}`,
-          h("span", { class: "dim" }, coloured ? `, coloured by the part ${[...placements.keys()][0]}` : ""),
-        ),
-        drawMesh(mesh, colourOf),
-      ),
-    ),
-    about,
-  );
-
-  const devices = new Map(mesh.devices.map((device) => [device.id, device]));
-  const cells = all("[data-device]", box);
-  const mark = (chosen) => {
-    // chosen: devices; the parts that they hold are marked, too
-    const keys = new Map(
-      [...placements].map(([name, placement]) => [
-        name,
-        new Set(chosen.map((device) => placement.key(placement.piece(device)))),
-      ]),
+      this.about,
     );
-    const ids = new Set(chosen.map(({ id }) => id));
-    for (const part of all("[data-part]", box))
-      part.classList.toggle("chosen", chosen.length > 0 && keys.get(part.dataset.use).has(part.dataset.part));
-    for (const part of all(".chosen[data-part]", box)) part.parentElement.append(part); // above its neighbours
-    for (const cell of cells) cell.classList.toggle("chosen", ids.has(Number(cell.dataset.device)));
-  };
-  const tellDevice = (device) => {
-    mark([device]);
-    const where = mesh.axes.map(({ name }, i) => `${name} ${device.coords[i]}`).join(", ");
+  }
+
+  look(target) {
+    const cell = target.closest("[data-device]");
+    const part = target.closest("[data-part]");
+    if (cell) this.tellDevice(this.mesh.devices.find(({ id }) => id === Number(cell.dataset.device)));
+    else if (part) this.tellPart(part.dataset);
+  }
+
+  rest() {
+    this.mark([]);
+    this.about.textContent = "Point at a device or at a part: its pieces are marked everywhere.";
+  }
+
+  tellDevice(device) {
+    const { mesh, array, placements } = this;
+    this.mark([device]);
+    const places = mesh.axes.map(({ name }, i) => `${name} ${device.coords[i]}`);
+    const where = `${places.join(", ")}; host ${device.host}, slice ${device.slice}`;
     const held = [...placements].map(([name, placement]) => `${name} [${placement.slices(device)}]`).join(", ");
-    about.textContent = `Device ${device.id} (${where}; host ${device.host}${device.slice ? `, slice ${device.slice}` : ""})${array ? ` holds of ${array.path}: ${held}.` : "."}`;
-  };
-  const tellPart = ({ dataset }) => {
-    const holders = placements.get(dataset.use).holders().get(dataset.part) || [];
-    mark(holders);
-    about.textContent = `This part of ${array.path} is ${dataset.use} on ${holders.length === 1 ? "device" : "devices"} ${listDevices(holders, 60)}.`;
-  };
-  const look = (event) => {
-    const cell = event.target.closest("[data-device]");
-    const part = event.target.closest("[data-part]");
-    if (cell) tellDevice(devices.get(Number(cell.dataset.device)));
-    else if (part) tellPart(part);
-  };
-  const rest = () => {
-    mark([]);
-    about.textContent = "Point at a device or at a part: its pieces are marked everywhere.";
-  };
-  box.onpointerover = box.onfocusin = look;
-  box.onpointerleave = rest;
-  box.onkeydown = (event) => {
-    if (event.target.dataset.device) moveFocus(event, cells);
-  };
-  if (cells.length) cells[0].tabIndex = 0;
-  rest();
+    this.about.textContent = `Device ${device.id} (${where})${array ? ` holds of ${array.path}: ${held}.` : "."}`;
+  }
+
+  tellPart({ use, part }) {
+    const holders = this.placements.get(use).holders().get(part) || [];
+    this.mark(holders);
+    const devices = `${holders.length === 1 ? "device" : "devices"} ${listDevices(holders, 60)}`;
+    this.about.textContent = `This part of ${this.array.path} is ${use} on ${devices}.`;
+  }
+
+  // Marks devices, and the parts that they hold.
+  mark(chosen) {
+    const ids = new Set(chosen.map(({ id }) => id));
+    for (const cell of this.cells) cell.classList.toggle("chosen", ids.has(Number(cell.dataset.device)));
+    for (const [use, placement] of this.placements) {
+      const held = new Set(chosen.map((device) => placement.key(placement.piece(device))));
+      for (const part of all(`[data-use="${use}"]`, this.node)) {
+        part.classList.toggle("chosen", held.has(part.dataset.part));
+        if (held.has(part.dataset.part)) part.parentElement.append(part); // above its neighbours
+      }
+    }
+  }
+}
+
+// Fills `box` with the mesh and the chosen array at rest and in use.
+export function drawPlacement(box, mesh, array) {
+  replace(box, new Picture(mesh, array).node);
 }

@@ -46,6 +46,10 @@ export class Placement {
     return `light-dark(hsl(${angle} 55% ${88 - 22 * step}%), hsl(${angle} 40% ${20 + 11 * step}%))`;
   }
 
+  colourOf(device) {
+    return this.colour(this.key(this.piece(device)));
+  }
+
   // The devices that hold each place of the picture, from key to devices.
   holders() {
     const found = new Map();

@@ -1,5 +1,5 @@
 // What the page uses of CodeMirror 6. README.md has the command that bundles it into codemirror.js.
-export { EditorSelection, EditorState, StateEffect, StateField, Annotation, Transaction } from "@codemirror/state";
+export { EditorSelection, StateEffect, StateField, Annotation, Transaction } from "@codemirror/state";
 export {
   Decoration, EditorView, drawSelection, highlightActiveLine, highlightActiveLineGutter, keymap, lineNumbers,
 } from "@codemirror/view";
