@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mkdocs.structure.files import File
 
-from gspmd_lm.cli import config_keys
 from gspmd_lm.sharding import axes
+from gspmd_lm.show import config_keys
 
 ROOT = Path(__file__).parent.parent
 # Page of the site -> its file in the repository. All other pages stand in docs/.

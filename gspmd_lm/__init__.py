@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         compare_rows,
         dry_run,
         explain,
+        explore,
         load,
         load_config,
         load_rules,
@@ -45,6 +46,7 @@ __all__ = [
     "compare_rows",
     "dry_run",
     "explain",
+    "explore",
     "load",
     "load_config",
     "load_rules",
@@ -59,8 +61,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "api": "build checkpoints compare compare_rows dry_run explain load load_config load_rules load_task plan show "
-    "start train",
+    "api": "build checkpoints compare compare_rows dry_run explain explore load load_config load_rules load_task plan "
+    "show start train",
     "errors": "InputError RunFailed",
     "sharding.annotate": "parameter shard use",
     "program.task": "Generation Input Task",

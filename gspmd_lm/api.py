@@ -21,6 +21,7 @@ from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.workdir import layout
 
 if TYPE_CHECKING:
+    from gspmd_lm.explore.notebook import Explorer
     from gspmd_lm.foresight.report import Report
     from gspmd_lm.infer.loaded import Model, TaskModel
     from gspmd_lm.program.task import Task
@@ -398,6 +399,37 @@ def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "Foun
 
     outcome = search.plan(task, place, minutes=minutes, say=_log.info, rank_by=search.ranking(place))
     return notebook.FoundPlan.of(outcome, task)
+
+
+def explore(
+    task: "Task | Config | Callable[[Sequence[Any]], Any] | str",
+    rules: Rules | str | None = None,
+    target: str = "v5p:2x2x2",
+    port: int = 0,
+) -> "Explorer":
+    """A page of this machine on which a rules file shows what it does while it is edited; docs/explore.md explains it.
+
+    It is served until `.close()`, or until the program ends. `.url` is its address; a notebook shows it in a frame.
+
+    Args:
+        task: what is computed, as `explain` takes it.
+        rules: the rules file that is edited; None for a step of one's own, which brings its shardings.
+        target: v5p:4x4x4, h100:8, cpu:8, ...
+        port: of the page; 0: any that is free.
+
+    Raises:
+        InputError: there is no such file or target, or the extra `explore` is not installed.
+    """
+    from gspmd_lm.explore import opening
+
+    place = task if isinstance(task, str) and ":" in task else None
+    name = task if isinstance(task, str) and not place else ""
+    given = None if isinstance(task, str) else task
+    workbench = opening.make_workbench(load_config, rules, target, name, given=given, program=place)
+    server = opening.open_server(workbench, port)
+    from gspmd_lm.explore.notebook import Explorer
+
+    return Explorer(server)
 
 
 def show(*reports: "Report", width: int = 120) -> str:

@@ -22,8 +22,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}"
 LONGEST = (
     "convert/test_families.py", "train/test_promise.py", "foresight/test_bounds.py", "train/test_pipeline.py",
     "test_trained_tasks.py", "runtime/test_processes.py", "plan/test_sent.py", "train/test_loop.py",
-    "foresight/test_explain.py", "cli/test_verbs.py", "cli/test_commands.py",
+    "foresight/test_explain.py", "explore/test_workbench.py", "cli/test_verbs.py", "cli/test_commands.py",
     "foresight/test_said_once.py", "program/test_operands.py",
+    "explore/test_server.py", "explore/test_explore_fuzz.py", "explore/test_own_programs.py",
     "test_other_models.py", "train/test_context_layouts.py", "foresight/test_step_flops.py",
     "infer/test_generate.py", "test_api.py", "test_layouts.py", "workdir/test_failures.py", "train/test_seq2seq.py",
     "model/kernels/test_context.py", "sharding/test_rules.py", "train/test_collectives.py",

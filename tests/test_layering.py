@@ -36,6 +36,7 @@ FLOORS = (
     "foresight",
     "plan",
     "show",
+    "explore",
     "session",
     "api",
     "launch",
@@ -70,7 +71,7 @@ NEVER = {
     "sharding.names": ("jax", "flax", "numpy"),
     "sharding.rules": ("jax", "flax", "numpy"),
     "sharding.rules_file": ("jax", "flax", "numpy"),
-    "cli.config_keys": ("jax", "flax", "numpy"),
+    "show.config_keys": ("jax", "flax", "numpy"),
 }
 # What answers before jax is there: when it is imported; the code of a verb comes when the verb runs.
 QUICK_TO_START = ("gspmd_lm.cli", "gspmd_lm.api")

@@ -20,6 +20,7 @@ from gspmd_lm.cli.completion import COMPLETION
 from gspmd_lm.cli.convert import CONVERT
 from gspmd_lm.cli.eval import EVAL
 from gspmd_lm.cli.explain import COMPARE, EXPLAIN
+from gspmd_lm.cli.explore import EXPLORE
 from gspmd_lm.cli.generate import GENERATE
 from gspmd_lm.cli.keys import KEYS
 from gspmd_lm.cli.launch import LAUNCH
@@ -30,7 +31,7 @@ from gspmd_lm.cli.verb import HELP, MACHINE, Verb
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, exit_code, printable
 from gspmd_lm.runtime import endings
 
-_VERBS = (TRAIN, LAUNCH, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS, COMPLETION)
+_VERBS = (TRAIN, LAUNCH, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, EXPLORE, PLOT, KEYS, COMPLETION)
 VERBS = {verb.name: verb for verb in _VERBS}
 
 
@@ -138,8 +139,8 @@ def parse_flags(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues,
 
 def _settings(name: str) -> list[str]:
     """The keys of a config, or else of a rules file, that have the name of a flag that does not exist."""
-    from gspmd_lm.cli import config_keys
     from gspmd_lm.sharding import rules_file
+    from gspmd_lm.show import config_keys
 
     keys = [key.name for group in config_keys.sections() for key in group.keys if key.name.count(".") == 1]
     return [key for key in keys if key.endswith(f".{name}")] or [f"rules.{name}"] * (name in rules_file.SECTIONS)

@@ -73,7 +73,7 @@ def _values(name: str) -> list[str]:
     from gspmd_lm.config import paths
 
     if name == "set":
-        from gspmd_lm.cli import config_keys
+        from gspmd_lm.show import config_keys
 
         return [f"{key.name}=" for group in config_keys.every_key() for key in group.keys if "[]" not in key.name]
     listed = {

@@ -17,7 +17,7 @@ def _define(flags: Flags) -> None:
 
 def run(values: flags.FlagValues, names: list[str]) -> int:
     """Prints a schema, the page, or the keys with a word in them, and returns the exit code."""
-    from gspmd_lm.cli import config_keys
+    from gspmd_lm.show import config_keys
 
     if values.schema:
         print(config_keys.schema_text(values.schema))

@@ -79,7 +79,7 @@ class BuiltProgram:
 def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
     """The program for `devices`, traced and lowered. Raises InputError for what is wrong or not supported."""
     name = program.name
-    function = _import(program.step) if isinstance(program.step, str) else program.step
+    function = find(program.step) if isinstance(program.step, str) else program.step
     traced = _call(name, function, devices)
     traced = getattr(traced, "traced", traced)  # flax.nnx.jit has it there
     if not isinstance(traced, jax.stages.Traced):
@@ -144,7 +144,7 @@ def split(like: jax.ShapeDtypeStruct) -> list[list[str]]:
     return [[axes] if isinstance(axes, str) else [*(axes or ())] for axes in spec]
 
 
-def _import(place: str) -> Any:
+def find(place: str) -> Any:
     """The function at module:function or file.py:function. Raises InputError where there is none."""
     module_name, colon, function = place.rpartition(":")
     if not (colon and module_name and function):

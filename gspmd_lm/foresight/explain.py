@@ -53,11 +53,7 @@ def reports(
     """
     _check_request(layouts, phase, export)
     task = decoder.task(config)
-    filled = [
-        rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
-        for rules in layouts
-    ]
-    filled = [_settle_rules(task, rules, target, phase) for rules in filled]
+    filled = [settle_layout(task, rules, target, phase) for rules in layouts]
     checked = [_check(task, rules, target.platform, phase) for rules in filled]
     parameter_sizes = None if task.config else sizes(checked[0][0])
     keep = export is not None
@@ -84,8 +80,9 @@ def _check_request(layouts: Sequence[Rules], phase: str, export: Path | None) ->
         raise InputError(f"export={export}: a file holds one executable\n  fix   give one rules file")
 
 
-def _settle_rules(task: Task, rules: Rules, target: Target, phase: str) -> Rules:
-    """The rules with the attention kernel that the compiled program will have."""
+def settle_layout(task: Task, rules: Rules, target: Target, phase: str = "train") -> Rules:
+    """The rules filled for the devices of a target, with the attention kernel that the compiled program will have."""
+    rules = rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
     if phase == "train":
         return choices.settle_rules(task, rules, target.processor)
     return (

@@ -9,13 +9,15 @@ What the backward pass recomputes, and what is saved for it, follow from the tra
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import bounds
 from gspmd_lm.foresight.bounds import FLOAT32_BYTES
+from gspmd_lm.foresight.graph import Node
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.hardware.network import Groups, Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.model_transfers import ModelTransfers
 from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActivations
@@ -75,6 +77,15 @@ class Estimate:
     @property
     def sent_bytes(self) -> int:
         return sum(self.sent_by_axis.values())
+
+
+class OpTime(NamedTuple):
+    """The seconds of one run of an operation on one device."""
+
+    name: str  # the weights of a matmul; attention, or other
+    forward_s: float
+    backward_s: float  # with what is computed again
+    nodes: tuple[Node, ...]  # in the order of the program
 
 
 class RematEstimate(NamedTuple):
@@ -212,6 +223,47 @@ class Estimator:
             device_bytes += costs.part.kept * costs.local_bytes(kept.on_device)
             host_bytes += costs.part.kept * sum(costs.local_bytes(loop.arrays) for loop in kept.on_host)
         return RematEstimate(0.0, device_bytes, host_bytes, layout.state_bytes + device_bytes + layout.working_bytes)
+
+    def memory_parts(self, rules: Rules) -> dict[str, float]:
+        """What holds the bytes of which `estimate(rules).peak_bytes` is the sum, and how many of them."""
+        layout = self._layout(rules)
+        saved_bytes = self._memory(layout, layout.saved_bytes(rules.remat)).device_bytes
+        weights = bounds.held_bytes(rules, "weights", self._params)
+        optimizer = bounds.held_bytes(rules, "optimizer", self._optimizer)
+        return {
+            "weights": weights,
+            "optimizer": optimizer,
+            "gradients": layout.state_bytes - weights - optimizer,
+            "saved activations": saved_bytes,
+            "working set": layout.working_bytes,
+        }
+
+    def op_times(self, rules: Rules) -> list[OpTime]:
+        """The operations of a step on a target that has times, in the order of the program."""
+        made: list[tuple[int, OpTime]] = []
+        layout = self._layout(rules)
+        for costs, kept in layout.saved_bytes(rules.remat):
+            order = {node: number for number, node in enumerate(costs.part.graph.nodes)}
+            for timed in costs.timed_ops:
+                nodes = tuple(sorted(timed.op.nodes, key=lambda node: order[node]))
+                again = (timed.op in kept.recomputed) + costs.is_computed_once_more(timed.op)
+                weights = dict.fromkeys(owner for node in nodes for owner in node.name.owners)
+                name = "+".join(path.rpartition(".")[2] for path in weights) if timed.kind == "matmul" else timed.kind
+                one = OpTime(name or timed.kind, timed.forward_s, timed.backward_s + again * timed.forward_s, nodes)
+                made.append((order[nodes[0]], one))
+        return [one for _, one in sorted(made, key=lambda pair: pair[0])]
+
+    def network(self, rules: Rules) -> tuple[Network, dict[str, Groups]]:
+        """The links of a mesh, and the groups of devices along its axes: see `Overlap.network`."""
+        return self._overlap.network(rules)
+
+    def devices(self) -> list[Any]:
+        """The compile-only devices of the target; none of one without links, such as simulated devices."""
+        return self._overlap.devices
+
+    def locations(self, rules: Rules) -> dict[str, Any]:
+        """Where the devices of a mesh are, in its order: see `Overlap.locations`."""
+        return self._overlap.locations(rules)
 
     # Compute
 

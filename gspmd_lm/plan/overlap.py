@@ -56,7 +56,7 @@ class Overlap:
 
     def __init__(self, target: Target):
         self.target = target
-        self._devices = _devices(target) if target.chip else []
+        self.devices = _devices(target) if target.chip else []
         self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
 
     def exposed_seconds(
@@ -166,11 +166,22 @@ class Overlap:
         forward_s = max(forward_s, total_s - forward_share * passes_s[0])
         return forward_s + max(backward_s, total_s - backward_share * passes_s[1])
 
+    def locations(self, rules: Rules) -> dict[str, Any]:
+        """The numbers, coordinates, slices and hosts of the devices of a mesh, in its order.
+
+        Devices without links of their own, such as simulated ones, stand in one host.
+        """
+        if not self.devices:
+            numbers, zeros = tuple(range(rules.devices)), (0,) * rules.devices
+            return {"ids": numbers, "coords": tuple((n,) for n in numbers), "slices": zeros, "hosts": zeros}
+        mesh = meshes.build(rules, self.devices)
+        return {"ids": tuple(device.id for device in mesh.devices.flat), **targets.device_locations(mesh)}
+
     def network(self, rules: Rules) -> tuple[Network, dict[str, Groups]]:
         """The links of a mesh, and the groups of devices that differ in some of its axes only."""
         key = tuple(rules.mesh.items()), tuple(rules.dcn.items())
         if key not in self._networks:
-            locations = targets.device_locations(meshes.build(rules, self._devices))
+            locations = targets.device_locations(meshes.build(rules, self.devices))
             self._networks[key] = Network(self.target.chip, **locations, mesh=rules.mesh), _Groups(rules)
         return self._networks[key]
 

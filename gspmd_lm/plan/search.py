@@ -38,6 +38,7 @@ SLOW_OFFLOAD = ("v6e",)  # chips for which the compiler takes 9 to 20 minutes fo
 
 Reports = Callable[..., list[Report]]
 Say = Callable[..., None]
+See = Callable[[Candidate], None]
 RankBy = Literal["time", "bytes"]
 
 
@@ -46,13 +47,15 @@ def ranking(target: Target) -> RankBy:
     return "time" if target.chip else "bytes"
 
 
-def estimate_layouts(space: Space, until_s: float = math.inf) -> list[Candidate]:
-    """Every layout of a space, with its estimate. until_s: see `Space.filled`."""
+def estimate_layouts(space: Space, until_s: float = math.inf, see: See = lambda _: None) -> list[Candidate]:
+    """Every layout of a space, with its estimate. until_s: see `Space.filled`. see: is told of each at once."""
     chip, estimate = space.target.chip, space.estimator.estimate
     limit_bytes = chip.usable_hbm_bytes if chip else None
-    return [
-        Candidate(raw, rules, estimate(rules), limit_bytes=limit_bytes) for raw, rules in space.fill_layouts(until_s)
-    ]
+    candidates = []
+    for raw, rules in space.fill_layouts(until_s):
+        candidates.append(Candidate(raw, rules, estimate(rules), limit_bytes=limit_bytes))
+        see(candidates[-1])
+    return candidates
 
 
 def plan(
@@ -64,9 +67,17 @@ def plan(
     rank_by: RankBy = "time",
     most: int = 40,
     reports: Reports = explain.reports,
+    see: See = lambda _: None,
 ) -> Plan:
     """The best layout of `config` on `target`, and what else was looked at. See `plans`."""
-    how: dict[str, Any] = {"minutes": minutes, "say": say, "rank_by": rank_by, "most": most, "reports": reports}
+    how: dict[str, Any] = {
+        "minutes": minutes,
+        "say": say,
+        "rank_by": rank_by,
+        "most": most,
+        "reports": reports,
+        "see": see,
+    }
     return plans([(config, target)], **how)[0]
 
 
@@ -78,6 +89,7 @@ def plans(
     rank_by: RankBy = "time",
     most: int = 40,
     reports: Reports = explain.reports,
+    see: See = lambda _: None,
 ) -> list[Plan]:
     """The best layout of each config on its target, and what else was looked at.
 
@@ -87,7 +99,8 @@ def plans(
 
     most: how many layouts of a case are compiled; with 0 all are only estimated.
     rank_by: "bytes" needs no times and compiles nothing; layouts are ranked by what they send, then by memory. reports:
-    what compiles, as `explain.reports` does. Raises InputError where a target has no times, and where no mesh of its
+    what compiles, as `explain.reports` does. see: is told of each layout when it is estimated, and when it is compiled.
+    Raises InputError where a target has no times, and where no mesh of its
     devices divides the batch.
     """
     began = time.monotonic()
@@ -103,7 +116,7 @@ def plans(
         known = traces[id(config)]
         place = f"{target.text}, {known.task.rows} rows: " if len(cases) > 1 else ""
         told: Say = lambda message, place=place: say(place + message)  # noqa: E731
-        searches.append(_begin_search(known, target, now + share_s, told, reports, clock, most))
+        searches.append(_begin_search(known, target, now + share_s, told, reports, clock, most, see))
     if rank_by == "bytes":
         for search in searches:
             search.stopped = "layouts are ranked by bytes alone"
@@ -116,19 +129,26 @@ def plans(
 
 
 def _begin_search(
-    traces: TraceCache, target: Target, until_s: float, say: Say, reports: Reports, clock: "_Clock", most: int
+    traces: TraceCache,
+    target: Target,
+    until_s: float,
+    say: Say,
+    reports: Reports,
+    clock: "_Clock",
+    most: int,
+    see: See,
 ) -> "_Search":
     """A search that has its estimates, as many as there was time for until `until_s`."""
     began = time.monotonic()
     space = Space(traces.task, target, traces)
-    candidates = estimate_layouts(space, until_s)
+    candidates = estimate_layouts(space, until_s, see)
     if not candidates:
         raise _no_mesh(traces.task, target, space.refused)
     for note in space.notes:
         say(note)
     said = f"estimated {plural(len(candidates), 'layout')} in {time.monotonic() - began:.0f} s", space.not_estimated
     say("; ".join(filter(None, said)))
-    return _Search(space, candidates, say, reports, clock, most, time.monotonic() - began)
+    return _Search(space, candidates, say, reports, clock, most, time.monotonic() - began, see)
 
 
 class _Clock(NamedTuple):
@@ -152,9 +172,10 @@ class _Search:
         clock: _Clock,
         most: int,
         estimating_s: float,
+        see: See,
     ):
         self.task, self.space, self.target, self.say, self.reports = space.task, space, space.target, say, reports
-        self.clock, self.most = clock, most
+        self.clock, self.most, self.see = clock, most, see
         self.estimating_s, self.compiling_s = estimating_s, 0.0
         self.late = False  # whether something was not compiled for want of time
         self.searched = len(candidates)
@@ -305,6 +326,7 @@ class _Search:
 
     def _done(self, tried: Candidate, before: Candidate) -> None:
         self.tried.append(tried)
+        self.see(tried)
         self.untried = [one for one in self.untried if one is not before]
         self.slow = [one for one in self.slow if one is not before]
 

@@ -12,7 +12,14 @@ from gspmd_lm.units import human_bytes, plural
 
 
 class ShardingError(InputError):
-    """A rules file contradicts itself, or does not fit the model or the devices. The message lists every problem."""
+    """A rules file contradicts itself, or does not fit the model or the devices. The message lists every problem.
+
+    causes: the message of each cause with the first of its problems, where a check of the rules has found them.
+    """
+
+    def __init__(self, message: str, causes: "Sequence[tuple[str, Problem]]" = ()):
+        super().__init__(message)
+        self.causes = tuple(causes)
 
 
 class ClashingRow(NamedTuple):
@@ -84,7 +91,10 @@ def check(problems: Iterable[Problem]) -> list[Problem]:
             cause = blamed[problem.clash]
         groups.setdefault(cause, {}).setdefault(problem.place, problem)
     if groups:
-        raise ShardingError("\n".join(_join_messages(cause, [*alike.values()]) for cause, alike in groups.items()))
+        causes = [
+            (_join_messages(cause, [*alike.values()]), next(iter(alike.values()))) for cause, alike in groups.items()
+        ]
+        raise ShardingError("\n".join(message for message, _ in causes), causes)
     return [problem for problem in problems if problem.warning]
 
 

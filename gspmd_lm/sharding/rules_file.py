@@ -41,15 +41,21 @@ def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, o
     InputError if the file does not exist or is not a YAML mapping, or if an override cannot be laid over it.
     """
     path = find_file("single" if name == "none" else name, "rules")
-    text = read_text(path)
-    raw = core_yaml.parse(text, str(path))
+    return from_text(read_text(path), str(path), mesh_override, vocabulary, overrides)
+
+
+def from_text(
+    text: str, path: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, overrides: Sequence[str] = ()
+) -> Rules:
+    """Rules from the text of a rules file, as `load` gives them. `path` is for messages."""
+    raw = core_yaml.parse(text, path)
     if not isinstance(raw, dict):
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
         raise ShardingError(
             f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
             f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how"
         )
-    reader = _Reader(str(path), vocabulary)
+    reader = _Reader(path, vocabulary)
     values = reader.lay_over(raw, mesh_override, overrides)
     if reader.flags:
         text = f"# {path} with {' '.join(dict.fromkeys(reader.flags.values()))}\n{core_yaml.dump(values)}"
@@ -346,7 +352,7 @@ class _Reader:
             return {}
         return {
             name: slices
-            for name, slices in self.mapping("dcn", value).items()
+            for name, slices in (self.mapping("dcn", value).items() if mesh else ())
             if self.check_word(name, mesh, "dcn: the mesh has no axis", f"dcn.{name}", slices)
             and self.size(slices, f"dcn: {name}", f"dcn.{name}")
         }

@@ -62,6 +62,12 @@ def page(reports: Sequence[Report], command: str = "", rows: RowComparison | Non
     return html.page(_title_of(reports), command, compared + layouts(reports) + html.words(), data(reports))
 
 
+def layer_page(report: Report) -> str:
+    """The page of one layer alone: its timeline, if its times are known."""
+    drawn = html.sections(_layer(report))
+    return html.page(f"One layer: {title(report)}", "", f"<main>{drawn}</main>", "[]") if drawn else ""
+
+
 def layouts(reports: Sequence[Report]) -> str:
     """The HTML of the reports. Where there are several, a script shows the one that is chosen."""
     return "".join(_layout(report, number, len(reports) > 1) for number, report in enumerate(reports))

@@ -410,7 +410,7 @@ def test_without_its_dependencies_the_program_says_what_to_type():
 @pytest.mark.parametrize(
     ("line", "replaced", "found"),
     [
-        ("gspmd-lm exp", "exp", ["explain "]),
+        ("gspmd-lm exp", "exp", ["explain ", "explore "]),
         ("gspmd-lm --wor", "--wor", ["--workdir="]),
         ("gspmd-lm eval --dry", "--dry", []),
         ("gspmd-lm train --dry", "--dry", ["--dry_run "]),

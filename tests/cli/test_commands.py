@@ -29,6 +29,8 @@ explain --program=train.py:step --target=cpu:2 | train.py:step
 explain fsdp8 dp8 --rows --config=small.yaml --target=cpu:8 --json=r.json --html=r.html | - weights.embed: fsdp
 compare dp8 zero1_8 --rows --config=small.yaml --target=v5e:2x4 | + optimizer.embed: data
 plan --config=small.yaml --target=v5e:1x1,h100:1 --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=v5e=2 --price=h100=3 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
+explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --set model.mlp=32 --port=0 --open --json=s.json | wrote s.json
+explore --program=train.py:step --target=cpu:2 --json=s.json | wrote s.json
 convert --from=ODD --workdir=W --rules=dp2_tp4 --mesh=data=1,tensor=8 --platform=cpu --devices=8 --compile_cache=none --ignore=some_feature | ODD: Llama
 generate --workdir=W --rules=none --prompt=01 --max_new_tokens=3 --temperature=0.8 --top_k=5 --top_p=0.9 --min_p=0.01 --seed=1 --stop=zz --special | tokens
 generate --config=W/config.yaml --workdir=W --rules=dp2_tp4 --mesh=data=1,tensor=2 --platform=cpu --devices=8 --compile_cache=none --set data.seq=32 --prompts=prompts.jsonl --output=out.jsonl --batch=1 --max_new_tokens=3 --chat --step=0 | out.jsonl
@@ -130,6 +132,8 @@ def small(arguments):
     found = [_small(verb, "dry_run" in flags, one) for one in joined]
     if verb == "plan":
         found.append("--minutes=0.0001")
+    if verb == "explore":  # which serves a page until it is interrupted
+        found.append("--json=state.json")
     if verb == "train" and "config" not in flags and "dry_run" not in flags:
         found.append("--config=small.yaml")
     if verb == "explain" and "program" not in flags:

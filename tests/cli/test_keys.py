@@ -11,7 +11,6 @@ import pydantic
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import Classes, core_yaml, nest, types
 from gspmd_lm.config.layers import Convolution, RelativeVectors
 from gspmd_lm.config.masks import Masks
@@ -20,6 +19,7 @@ from gspmd_lm.config.stacks import Encoder, Queries, Vision
 from gspmd_lm.config.windows import Windows
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import rules_file, rules_keys
+from gspmd_lm.show import config_keys as keys
 
 ROOT = Path(__file__).parent.parent.parent
 KEYS = [key for section in keys.sections() for key in section.keys]

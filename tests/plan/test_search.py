@@ -46,7 +46,7 @@ def shared(config, target):
 def priced_once(monkeypatch):
     """Searches of a config on a target price their layouts once for all tests."""
     monkeypatch.setattr(search, "Space", lambda task, target, _: shared(task, target)[0])
-    monkeypatch.setattr(search, "estimate_layouts", lambda one, _: shared(one.task, one.target)[1])
+    monkeypatch.setattr(search, "estimate_layouts", lambda one, *_: shared(one.task, one.target)[1])
 
 
 class Compiler:
@@ -260,10 +260,10 @@ def test_targets_share_the_time_for_estimates(config, monkeypatch):
     clock, until = Clock(monkeypatch), []
     estimated = search.estimate_layouts
 
-    def taking_a_minute(space, until_s):
+    def taking_a_minute(space, until_s, see):
         until.append(until_s - clock.now)
         clock.now += 60
-        return estimated(space, until_s)
+        return estimated(space, until_s, see)
 
     monkeypatch.setattr(search, "estimate_layouts", taking_a_minute)
     search.plans([(config, place) for place in PLACES], minutes=12, most=0)

@@ -80,7 +80,7 @@ def test_what_is_counted_is_held_by_a_device(config):
 
 def test_explain_and_a_run_say_what_was_chosen(config, built):
     target = targets.parse("h100:8")
-    asked = explain._settle_rules(decoder.task(config), rules_of(), target, "train")
+    asked = explain.settle_layout(decoder.task(config), rules_of(), target)
     assert asked == choices.settle_rules(config, rules_of(), target.processor)
     step = built(config, dataclasses.replace(rules_of(), pipeline=Pipeline(4)))
     assert step.rules.pipeline.chosen == "turn" and not any(one.startswith("gather") for one in step.choices)

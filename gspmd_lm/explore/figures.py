@@ -1,0 +1,188 @@
+"""What a workbench shows of a layout, as plain values: worked out from shapes, in a process that has jax."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError
+from gspmd_lm.explore import fixes, rows
+from gspmd_lm.explore.changes import changes
+from gspmd_lm.explore.controls import describe_names
+from gspmd_lm.explore.headline import headline
+from gspmd_lm.explore.inputs import SIMULATED, Inputs
+from gspmd_lm.explore.layer import read_layer
+from gspmd_lm.explore.layout import Layout
+from gspmd_lm.explore.steps import show_step
+from gspmd_lm.explore.subject import Subject
+from gspmd_lm.explore.views import list_arrays, show_mesh
+from gspmd_lm.foresight import explain
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.traces import TraceCache
+from gspmd_lm.program.task import Task
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.problems import Problem, ShardingError
+from gspmd_lm.train import decoder, state, step
+
+MOST_TASKS = 4  # configs whose traces are kept
+MOST_LAYERS = 64  # that are kept
+MOST_TARGETS = 8  # whose estimators are kept
+
+
+class Figures:
+    """The figures of layouts of one subject. Traces and estimates are kept for the layouts that come next."""
+
+    def __init__(self, subject: Subject):
+        self.subject = subject
+        self._steps: dict[str, dict[str, Any]] = {}  # by target
+        self._layers: dict[tuple[str, ...], dict[str, Any]] = {}
+        self._traces: dict[tuple[Any, ...], TraceCache] = {}
+        self._estimators: dict[tuple[Any, ...], tuple[Estimator, tuple[str, ...]]] = {}
+
+    def estimate(self, inputs: Inputs) -> dict[str, Any]:
+        """The problems of a layout and, where it can be estimated, all that is shown of it but its layer."""
+        try:
+            if not inputs.editable:
+                return {"problems": [], "shown": self._show_step(inputs)}
+            layout = self.layout(inputs)
+        except InputError as error:
+            return {"problems": describe_error(error, inputs), "shown": None}
+        known = rows.lines(inputs.text)
+        problems = [_describe(str(one), one, inputs, known) for one in layout.warnings]
+        return {"problems": problems, "shown": self.show(layout, known)}
+
+    def trace(self, inputs: Inputs, pinned: Inputs | None = None) -> dict[str, Any]:
+        """The layer of a layout that can be estimated, and its changes against a pinned one."""
+        if not inputs.editable:
+            return {"shown": {"layer": self._show_step(inputs)["layer"], "changes": None}}
+        layout = self.layout(inputs)
+        devices = layout.estimator.devices() or simulated_devices(layout.target.devices)
+        shown: dict[str, Any] = {"layer": None, "changes": None}
+        if devices:
+            shown["layer"] = self._layer(layout, devices, inputs)
+        else:
+            shown["layer_not_known"] = f"the layer: it is traced for up to {SIMULATED} simulated devices"
+        if pinned and pinned != inputs:
+            shown["changes"] = changes(self.layout(pinned), layout)
+        return {"shown": shown}
+
+    def layout(self, inputs: Inputs) -> Layout:
+        """The layout of some inputs. Raises InputError for everything that is wrong with it, as `explain` does."""
+        target = targets.parse(inputs.target)
+        traces = self._trace_cache(inputs)
+        task = traces.task
+        rules = rules_file.from_text(inputs.text, inputs.path, vocabulary=task.names)
+        rules = explain.settle_layout(task, rules, target)
+        arrays, warnings = state.arrays_and_warnings(task, rules, target.platform)
+        estimator, not_known = self._estimator(inputs, traces, target)
+        return Layout(task, target, rules, arrays, warnings, estimator, estimator.estimate(rules), not_known)
+
+    def show(self, layout: Layout, known: Mapping[str, int]) -> dict[str, Any]:
+        """What is shown of a layout. known: the lines of the keys of its rules."""
+        return {
+            "not_known": list(layout.not_known),
+            "headline": headline(layout.task, layout.target, layout.rules, layout.estimator),
+            "mesh": show_mesh(layout.rules, layout.estimator),
+            "arrays": list_arrays(layout.task, layout.rules, layout.arrays, known),
+            "batch": layout.task.rows,
+            "seq": layout.task.config.data.seq if layout.task.config else None,
+            "names": describe_names(layout.task.names),
+        }
+
+    def _layer(self, layout: Layout, devices: Sequence[Any], inputs: Inputs) -> dict[str, Any]:
+        """The layer of a layout, which is traced if it is none of the last ones."""
+        key = inputs.config, *inputs.overrides, inputs.target, inputs.text
+        if key not in self._layers:
+            built = step.build_step(layout.task, layout.rules, layout.arrays, devices)
+            self._layers[key] = read_layer(built, layout.estimator, rows.lines(inputs.text))
+            for old in [*self._layers][:-MOST_LAYERS]:
+                del self._layers[old]
+        return self._layers[key]
+
+    def _show_step(self, inputs: Inputs) -> dict[str, Any]:
+        """All that is shown of a step of one's own."""
+        computed, target = self.subject.resolve(inputs), targets.parse(inputs.target)
+        if isinstance(computed, Config | Task):
+            raise InputError(f"{inputs.program}: a model needs rules\n  fix   --rules=FILE")
+        key = target.text
+        if key not in self._steps:
+            devices = simulated_devices(target.devices) if target.chip is None else targets.devices(target)
+            self._steps[key] = show_step(computed, target, devices)
+        return self._steps[key]
+
+    def _trace_cache(self, inputs: Inputs) -> TraceCache:
+        key = inputs.config, *inputs.overrides
+        if key not in self._traces:
+            computed = self.subject.resolve(inputs)
+            if not isinstance(computed, Config | Task):
+                raise InputError(
+                    f"{inputs.program}: a step of one's own brings its shardings\n  fix   leave out --rules"
+                )
+            self._traces[key] = TraceCache(decoder.task(computed))
+            for old in [*self._traces][:-MOST_TASKS]:
+                del self._traces[old]
+        return self._traces[key]
+
+    def _estimator(self, inputs: Inputs, traces: TraceCache, target: Target) -> tuple[Estimator, tuple[str, ...]]:
+        """The estimator of a target, and what it does not know."""
+        key = id(traces), target.text
+        if key not in self._estimators:
+            not_known: tuple[str, ...] = ()
+            if target.chip is None:
+                not_known = (f"times, MFU and price: {explain.NOT_ON_CPU}",)
+            try:
+                made = Estimator(traces.task, target, traces)
+            except InputError as error:  # the links of a target are asked of its compiler
+                not_known = (f"times, MFU and price: {error}",)
+                made = Estimator(traces.task, dataclasses.replace(target, chip=None), traces)
+            self._estimators[key] = made, not_known
+            for old in [*self._estimators][:-MOST_TARGETS]:
+                del self._estimators[old]
+        return self._estimators[key]
+
+
+def simulated_devices(count: int) -> list[Any]:
+    """So many simulated devices; none where there are not as many."""
+    devices = jax.devices("cpu")
+    return devices[:count] if count <= len(devices) else []
+
+
+def describe_error(error: InputError, inputs: Inputs) -> list[dict[str, Any]]:
+    """The problems that an error tells, in its words, each at its line."""
+    if isinstance(error, ShardingError) and error.causes:
+        known = rows.lines(inputs.text)
+        return [_describe(message, problem, inputs, known) for message, problem in error.causes]
+    message, _, fix = str(error).partition("\n  fix   ")
+    return [
+        {
+            "line": _yaml_line(message, inputs),
+            "message": message,
+            "fix": fix or None,
+            "fix_text": False,
+            "warning": False,
+        }
+    ]
+
+
+def _yaml_line(message: str, inputs: Inputs) -> int | None:
+    """The last of the lines that an error of YAML names."""
+    found = re.findall(r"line (\d+)", message) if message.startswith(f"{inputs.path}: not valid YAML") else []
+    return int(found[-1]) if found else None
+
+
+def _describe(message: str, problem: Problem, inputs: Inputs, known: Mapping[str, int]) -> dict[str, Any]:
+    head, _, rest = message.partition("\n  fix   ")
+    edits = fixes.find_edits(problem, inputs.path)
+    return {
+        "line": rows.line_of(problem.row, inputs.path, known),
+        "message": head,
+        "fix": rest or None,
+        "fix_text": bool(edits),
+        "warning": problem.warning,
+        "edits": edits,
+    }

@@ -1,0 +1,87 @@
+"""What is shown of a step of one's own, which brings its shardings: its arguments, its mesh and what it sends."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gspmd_lm.explore.headline import figure
+from gspmd_lm.explore.layer import describe_transfer
+from gspmd_lm.explore.views import MOST_DEVICES
+from gspmd_lm.foresight import any_step
+from gspmd_lm.foresight.any_step import BuiltProgram, Program
+from gspmd_lm.foresight.propagation import Reading
+from gspmd_lm.hardware.target import Target, device_locations
+from gspmd_lm.sharding.shapes import bytes_per_device
+from gspmd_lm.units import human_bytes
+
+NOT_KNOWN = "times, MFU and price: nothing tells them of a step of one's own before it is compiled"
+
+
+def show_step(program: Program, target: Target, devices: Sequence[Any]) -> dict[str, Any]:
+    """All that is shown of a step on compile-only or simulated devices of a target. Raises InputError as `explain`."""
+    built = any_step.build(program, devices)
+    reading = any_step.read(built.traced, built.lowered, built.mesh)
+    held_bytes = sum(map(bytes_per_device, built.arguments.values()))
+    limit_bytes = target.chip.usable_hbm_bytes if target.chip else None
+    sent_bytes = reading.communication_bytes
+    return {
+        "not_known": [NOT_KNOWN],
+        "headline": {
+            "figures": [figure("sent_bytes", "sent per device", sent_bytes, human_bytes(sent_bytes), kind="counted")],
+            "memory": {
+                "peak_bytes": held_bytes,
+                "text": f"{human_bytes(held_bytes)} of arguments",
+                "limit_bytes": limit_bytes,
+                "parts": [{"name": "arguments", "bytes": held_bytes, "text": human_bytes(held_bytes)}],
+                "fits": limit_bytes is None or held_bytes <= limit_bytes,
+            },
+            "exposed": [],
+        },
+        "mesh": _mesh(built),
+        "arrays": list(_arrays(built)),
+        "layer": _layer(reading),
+    }
+
+
+def _mesh(built: BuiltProgram) -> dict[str, Any]:
+    where, sizes = device_locations(built.mesh), built.mesh.shape
+    devices = []
+    for number, device in enumerate(list(built.mesh.devices.flat)[:MOST_DEVICES]):
+        coords, rest = [], number
+        for size in reversed(list(sizes.values())):
+            rest, at = divmod(rest, size)
+            coords.append(at)
+        place = {"host": where["hosts"][number], "slice": where["slices"][number], "coords": coords[::-1]}
+        devices.append({"id": device.id, **place})
+    left_out = {"devices_left_out": built.mesh.size - len(devices)} if built.mesh.size > len(devices) else {}
+    return {"axes": [{"name": name, "size": size} for name, size in sizes.items()], "devices": devices, **left_out}
+
+
+def _arrays(built: BuiltProgram) -> Iterator[dict[str, Any]]:
+    for path, like in built.arguments.items():
+        split, size = any_step.split(like), bytes_per_device(like)
+        yield {
+            "path": path,
+            "group": "weights",
+            "dtype": str(like.dtype),
+            "axes": [f"dimension_{number}" for number in range(len(like.shape))],
+            "shape": list(like.shape),
+            "at_rest": split,
+            "in_use": split,
+            "bytes_per_device": size,
+            "bytes_text": human_bytes(size),
+            "rows": [],
+        }
+
+
+def _layer(reading: Reading) -> dict[str, Any]:
+    """What the step sends, in its order, after the parts of the step that send it."""
+    blocks: list[dict[str, Any]] = []
+    collectives = []
+    for one in reading.transfers:
+        phase = "backward" if one.phase in ("backward", "recomputation") else "forward"
+        block = {"name": one.array or "step", "phase": phase, "ops": []}
+        if block not in blocks:
+            blocks.append(block)
+        words = describe_transfer(one, one.array or "step", [])
+        collectives.append({**words, "phase": phase, "after": blocks.index(block), "array": None})
+    return {"blocks": blocks, "collectives": collectives}

@@ -1,0 +1,89 @@
+"""The controls beside the editor, what they write, what may be completed, and the fixes that a button applies."""
+
+import pytest
+
+from gspmd_lm.config.paths import find_file
+from gspmd_lm.errors import InputError
+from gspmd_lm.explore import controls, fixes
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.sharding.problems import Problem
+from gspmd_lm.sharding.rules import MESH_AXES
+
+V5P = targets.parse("v5p:4x4x4")
+
+
+@pytest.fixture
+def text():
+    return find_file("fsdp_tp", "rules").read_text()
+
+
+def test_each_control_has_a_value_and_a_meaning(text):
+    listed = {one["name"]: one for one in controls.list_controls(text, V5P)}
+    assert listed["mesh.tensor"]["value"] == 4 and 64 in listed["mesh.tensor"]["choices"]
+    assert listed["remat"]["value"] == "block" and listed["attention.tpu"]["value"] == "automatic"
+    assert all(one["meaning"] for one in listed.values())
+    assert controls.list_controls("mesh: [", V5P) == controls.list_controls("- 8", V5P) == []
+
+
+def test_a_size_that_changes_takes_another_one_along_where_sizes_filled_the_devices(text):
+    assert "mesh: {fsdp: -1, tensor: 8}" in controls.set_control(text, V5P, "mesh.tensor", 8)
+    filled = text.replace("fsdp: -1", "fsdp: 16")
+    assert "mesh: {fsdp: 8, tensor: 8}" in controls.set_control(filled, V5P, "mesh.tensor", 8)
+    wrong = text.replace("fsdp: -1", "fsdp: 5")  # it did not fill them, so nothing else is changed
+    assert "mesh: {fsdp: 5, tensor: 8}" in controls.set_control(wrong, V5P, "mesh.tensor", 8)
+    assert "mesh: {fsdp: 8, tensor: 4, context: 2}" in controls.set_control(filled, V5P, "mesh.context", 2)
+
+
+def test_a_kernel_is_chosen_and_left_to_the_platform_again(text):
+    chosen = controls.set_control(text, V5P, "attention.tpu", "xla")
+    assert chosen == text + "attention: {tpu: xla}\n"
+    assert controls.set_control(text, V5P, "attention.tpu", "automatic") == text
+    assert "xla" not in controls.set_control(chosen, V5P, "attention.tpu", "automatic")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mesh.tensr", 8), ("remat", "all"), ("mesh.tensor", "8"), ("mesh.tensor", True), ("rules", {}), (None, 1)],
+)
+def test_a_control_or_value_that_there_is_none_of_is_refused(text, name, value):
+    with pytest.raises(InputError):
+        controls.set_control(text, V5P, name, value)
+
+
+def test_what_is_completed():
+    known = controls.completion()
+    assert set(known["mesh_axes"]) == {*MESH_AXES}
+    assert known["axes"]["embed"] == "model width" and "wq" in known["arrays"]
+    assert known["values"]["pipeline.schedule"] == ["gpipe", "1f1b"] and all(known["keys"].values())
+
+
+@pytest.mark.parametrize(
+    ("problem", "line"),
+    [
+        (Problem("rules.mlp: the mesh has no axis tenser (did you mean tensor?)", "f: rules.mlp: tenser", "use tensor"),
+         "  mlp: tensor"),
+        (Problem("rules.mpl: unknown axis mpl (did you mean mlp?)", "f: rules.mpl: tensor", "use"), "  mlp: tensor"),
+        (Problem("unknown section ruels (did you mean rules?)", "f: ruels: {}", "use rules"), "rules:"),
+        (Problem("x", "f: rules.heads: tensor", "--set rules.rules.heads=null"), "  heads: null"),
+        (Problem("x", "f: mesh: {}", "--mesh=tensor=8", "a target of 4 devices"), "mesh: {tensor: 8}"),
+        (Problem("x", "f: mesh: {}", "--set rules.mesh.data=2 --set rules.rules.batch=data, or less"), "  batch: data"),
+        (Problem("x", "f: rules.heads: 'a, b'", "write [a, b]"), "  heads: [a, b]"),
+    ],
+)  # fmt: skip
+def test_the_first_fix_of_a_problem_is_applied(problem, line):
+    mlp = "mpl" if "mpl" in problem.row else "mlp"
+    section = "ruels" if "ruels" in problem.row else "rules"
+    name = "tenser" if "tenser" in problem.row else "tensor"
+    text = f"mesh: {{tensor: 4}}\n{section}:\n  heads: tensor\n  {mlp}: {name}\n"
+    edits = fixes.find_edits(problem, "f")
+    changed = fixes.apply_edits(text, edits)
+    assert line in changed.split("\n") and line not in text.split("\n")
+
+
+def test_a_row_is_dropped_and_what_leaves_a_choice_is_not_applied():
+    text = "rules:\n  heads: tensor\n  mlp: tensor\n"
+    assert fixes.apply_edits(text, fixes.find_edits(Problem("x", "f: rules.mlp: tensor", "drop the row"), "f")) == (
+        "rules:\n  heads: tensor\n"
+    )
+    for fix in ("use a or b", "map an axis to data, or drop it", "--set model.heads=8", "make data.batch a multiple"):
+        assert fixes.find_edits(Problem("x", "f: rules.mlp: tensor", fix), "f") == []
