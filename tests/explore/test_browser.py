@@ -38,7 +38,7 @@ rules:
 weights:
   embed: fsdp # ZeRO-3
 """
-PATIENCE_MS = 60_000  # for a trace or a compile on two busy cores
+PATIENCE_MS = 180_000  # for a trace or a compile on two busy cores
 WIDTHS = (1280, 1920)
 SCHEMES = ("light", "dark")
 SIZES = [0, 7, 999, 1000, 15_400, 999_900, 1_000_000, 246_300_000, 1.6e9, 2.5e12]
@@ -142,9 +142,9 @@ class Workbench:
 
 
 @contextlib.contextmanager
-def open_page(browser: Any, address: str, width: int = 1280, scheme: str = "light", height: int = 900) -> Iterator[Any]:
+def open_page(browser: Any, address: str, width: int = 1280, scheme: str = "light") -> Iterator[Workbench]:
     """The page with the rules that the file had at first, and its figures."""
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     opened = Workbench(context.new_page())
     opened.page.goto(address)
     opened.page.request.post(f"{opened.page.url}edit", data={"text": RULES})
@@ -284,18 +284,6 @@ def test_another_file_is_not_written(bench, tmp_path):
     bench.errors.clear()  # the browser reports the refused request
 
 
-def test_no_key_is_lost_while_the_server_is_slow(bench):
-    def answer_late(route: Any) -> None:
-        time.sleep(0.4)
-        route.continue_()
-
-    bench.page.route("**/edit", answer_late)
-    bench.page.locator(".cm-line", has_text="ZeRO-3").click()
-    bench.page.keyboard.press("End")
-    bench.page.keyboard.type(" and some more words of a comment that takes a while to type", delay=30)
-    bench.settle(RULES.replace("# ZeRO-3", "# ZeRO-3 and some more words of a comment that takes a while to type"))
-
-
 def test_names_are_completed_with_their_meanings(bench):
     bench.write_row("mlp: tensor", "residual.s")
     bench.page.keyboard.press("Control+Space")
@@ -347,6 +335,7 @@ def test_widths_and_colours(browser, address, width, scheme):
     with open_page(browser, address, width, scheme) as bench:
         wide = bench.page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, f"the page is {wide} pixels too wide"
+        bench.expect("#layer .what").not_to_have_count(0)
         faint = bench.page.evaluate(CONTRASTS)
         assert not faint, json.dumps(faint)
         unnamed = bench.page.evaluate(UNNAMED)
