@@ -24,7 +24,7 @@ from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder, optimizer
 from gspmd_lm.units import human_bytes
 
-MOST_RECORDS = 16  # traces of one task
+MOST_RECORDS = 64  # traces of one task
 
 
 class State(NamedTuple):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ from gspmd_lm.show import arrays as shown_arrays
 from gspmd_lm.show import terminal
 from gspmd_lm.train import decoder, state
 
+ROOT = Path(__file__).parents[2]
 TP8 = """\
 # Megatron.
 mesh: {tensor: 8} # all of them
@@ -205,3 +208,12 @@ def test_changes_are_asked_of_the_pinned_layout_and_the_one_that_is_shown():
     ((pinned, current),) = seen
     assert len(pinned.rules.rows) == 3 and len(current.rules.rows) == 4
     assert row_changes.changes(pinned, current) is None or row_changes.changes(pinned, current)
+
+
+def test_the_figures_of_the_benchmark_are_those_that_it_kept():
+    (row,) = json.loads((ROOT / "benchmarks/results/explore.json").read_text())["rows"]
+    page = (ROOT / "benchmarks/README.md").read_text()
+    for key in ("edits_within", "edits_within_cpu_s"):
+        assert f"| {row[key]} of {row['edits']} |" in page
+    assert all(f"| {row[key]} s |" in page for key in ("first_page_s", "first_figures_s"))
+    assert f"| {row['median_cpu_s']} |" in page
