@@ -38,7 +38,7 @@ rules:
 weights:
   embed: fsdp # ZeRO-3
 """
-PATIENCE_MS = 60_000  # for a trace or a compile on two busy cores
+PATIENCE_MS = 180_000  # for a trace or a compile on two busy cores
 WIDTHS = (1280, 1920)
 SCHEMES = ("light", "dark")
 SIZES = [0, 7, 999, 1000, 15_400, 999_900, 1_000_000, 246_300_000, 1.6e9, 2.5e12]
