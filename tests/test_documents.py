@@ -8,12 +8,12 @@ import yaml
 
 from gspmd_lm import config as configs
 from gspmd_lm import errors
-from gspmd_lm.show import config_keys
 from gspmd_lm.hardware import chips, target
 from gspmd_lm.program import supported
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import axes, problems, rules_file
 from gspmd_lm.sharding.rules import MESH_AXES
+from gspmd_lm.show import config_keys
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent

@@ -113,6 +113,7 @@ class Follower:
         self._request: dict[str, Any] | None = None  # that waits for an answer
         self._asked_s = 0.0
         self._late = False
+        self._asked = asyncio.Event()  # since the process has ended
 
     @property
     def busy(self) -> bool:
@@ -122,6 +123,7 @@ class Follower:
     async def ask(self, request: dict[str, Any]) -> None:
         """Asks for an answer to a request, which has a version. Those before it need not be answered."""
         self._request, self._asked_s = request, time.monotonic()
+        self._asked.set()
         if self._job:
             await self._job.send(request)
 
@@ -138,14 +140,17 @@ class Follower:
                     if self._request and answer["version"] == self._request["version"]:
                         self._request = None
                     self._take(answer)
-                words = await self._job.last_words()
+                failed, words = self._request, await self._job.last_words()
             finally:
                 watching.cancel()
                 await asyncio.shield(self._job.close())
-            if self._request:
-                version, self._request = self._request["version"], None
-                why = f"it takes longer than {LONGEST_S:.0f} s" if self._late else words
-                self._fail(version, why)
+            self._job = None
+            if failed and self._request is failed:
+                self._request = None
+                self._fail(failed["version"], f"it takes longer than {LONGEST_S:.0f} s" if self._late else words)
+            if not self._request:  # what has failed is not tried again by itself
+                self._asked.clear()
+                await self._asked.wait()
 
     async def _watch(self, job: Job) -> None:
         """Ends the process where a request takes too long."""

@@ -39,7 +39,7 @@ class Workbench:
         self._versions = {1: inputs}
         self._saved = {inputs.path: inputs.text}  # the texts that files had when they were read or written
         self._layouts = Follower("layouts", subject, self._take_layout, self._fail)
-        self._layers = Follower("layers", subject, self._take_layer, lambda *_: self.tell())
+        self._layers = Follower("layers", subject, self._take_layer, self._fail_layer)
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -257,6 +257,12 @@ class Workbench:
         if version == self.version:
             self.told.checked = version
             self.told.problems = [problem(f"this layout cannot be estimated: {why}")]
+        self.tell()
+
+    def _fail_layer(self, version: int, why: str) -> None:
+        """Says that the layer of an edit cannot be worked out."""
+        self.told.layer, self.told.layer_version = None, version
+        self.told.layer_not_known, self.told.changes = f"the layer: {why}", None
         self.tell()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

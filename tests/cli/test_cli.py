@@ -35,7 +35,8 @@ DRY = ("--rules=tp8", "--dry_run")
         (
             ("trian",),
             "trian: no such verb (did you mean train?)\n"
-            "  fix   use one of train, eval, generate, convert, explain, compare, plan, explore, plot, keys, completion\n",
+            "  fix   use one of train, eval, generate, convert, explain, compare, plan, explore, plot, keys, "
+            "completion\n",
         ),
         (("serve",), f"serve: no such verb\n  fix   use one of {', '.join(cli.VERBS)}\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),

@@ -111,6 +111,18 @@ def test_a_process_that_ends_or_takes_too_long_is_started_anew(open_bench, monke
         assert again["problems"] == [] and again["shown_version"] == again["version"]
 
 
+def test_a_layer_that_cannot_be_traced_is_said_and_the_figures_stay(open_bench):
+    with open_bench("tp8", "cpu:8", "tiny") as bench:
+        good = bench.finished()
+        os.killpg(bench.workbench._layers._job._process.pid, signal.SIGKILL)
+        bench.until(lambda _: bench.workbench._layers._job is None)
+        again = bench.edit(text=good["inputs"]["text"] + "remat: block\n")
+        assert again["shown_version"] == again["version"] and again["layer"]["version"] == again["version"]
+        bench.workbench._fail_layer(again["version"], "it was ended")
+        told = bench.state()
+        assert told["layer"] is None and "the layer: it was ended" in told["not_known"] and told["headline"]
+
+
 def test_what_is_missing_is_said(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else object())
     with pytest.raises(InputError, match=r"explore needs uvicorn, .*\n  fix   pip install 'gspmd_lm\[explore\]'"):
