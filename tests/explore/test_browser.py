@@ -344,6 +344,20 @@ def test_the_keyboard_alone_is_enough(bench):
     bench.expect("#placement .about").to_contain_text("Device 1 ")
 
 
+def test_a_frame_of_a_notebook_needs_no_cookie(browser, address):
+    context = browser.new_context()
+    framed = Workbench(context.new_page())
+    framed.page.goto(f"{address}&frame=1")
+    framed.expect("#headline .figure").not_to_have_count(0)
+    framed.change_word("heads: tensor # query heads", "heads", "headz")
+    framed.expect("#problems .message").to_contain_text("headz")
+    framed.page.click("#problems .fix")
+    framed.expect("#problems li").to_have_count(0)
+    assert not framed.errors
+    assert not context.cookies()
+    context.close()
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_widths_and_colours(browser, address, width, scheme):
