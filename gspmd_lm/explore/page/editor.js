@@ -126,7 +126,7 @@ export function write(next, annotations = []) {
   while (end < most - from && now.at(-1 - end) === next.at(-1 - end)) end++;
   view.dispatch({
     changes: { from, to: now.length - end, insert: next.slice(from, next.length - end) },
-    annotations: [cm.isolateHistory.of("full"), ...annotations],
+    annotations,
     userEvent: "input",
   });
 }

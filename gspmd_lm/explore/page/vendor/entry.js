@@ -3,7 +3,7 @@ export { EditorSelection, StateEffect, StateField, Annotation, Transaction } fro
 export {
   Decoration, EditorView, drawSelection, highlightActiveLine, highlightActiveLineGutter, keymap, lineNumbers,
 } from "@codemirror/view";
-export { defaultKeymap, history, historyKeymap, isolateHistory } from "@codemirror/commands";
+export { defaultKeymap, history, historyKeymap } from "@codemirror/commands";
 export { HighlightStyle, bracketMatching, indentOnInput, syntaxHighlighting } from "@codemirror/language";
 export { autocompletion, closeBrackets, closeBracketsKeymap, completionKeymap } from "@codemirror/autocomplete";
 export { lintGutter, lintKeymap, setDiagnostics } from "@codemirror/lint";
