@@ -20,14 +20,12 @@ MOST_DEVICES = 512  # that are shown
 def list_arrays(task: Task, rules: Rules, arrays: Arrays, known: Mapping[str, int]) -> list[dict[str, Any]]:
     """Weights, optimizer state and activations: how each is split, by which rows, and its bytes on a device."""
     recorder = state.record_arrays(task, arrays, rules.microbatches, rules)
-    dtypes = {leaf.path: like.dtype for leaf, like in pairs(arrays.named_params, arrays.params)}
     listed = []
     for one in table.rows(task, rules, arrays, recorder.arrays, recorder.used):
         weight = one.at_rest is not None
-        dtype = str(dtypes[one.path]) if weight else ""
         tables = ("weights", "rules") if weight else ("rules",)
         listed.append(
-            _array(one.path, "weights" if weight else "activations", dtype, one.axes, one.shape)
+            _array(one.path, "weights" if weight else "activations", one.dtype, one.axes, one.shape)
             | {
                 "at_rest": one.at_rest and [list(names) for names in one.at_rest],
                 "in_use": [list(names) for names in one.in_use],

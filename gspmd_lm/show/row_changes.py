@@ -50,10 +50,11 @@ def sections(compared: RowComparison, reports: Sequence[Report] = (), most: int 
     notes = [EARLIER, *(f"Compiled: {words}." for words in _list_compiled(reports))]
     notes += [] if shown else [f"What each of them sends: compare --rows {compared.before} {compared.after}"]
     whole = Section(TITLE, "estimated", [_steps(compared), *(Text(note, "dim") for note in notes)])
-    return [whole, *(Section(_name(change), "", [_effects(change, compared)]) for change in shown)]
+    return [whole, *(Section(name_rows(change), "", [_effects(change, compared)]) for change in shown)]
 
 
-def _name(change: Change) -> str:
+def name_rows(change: Change) -> str:
+    """'+ residual.seq: tensor', the rows of a change."""
     return ", ".join(map(str, change.rows))
 
 
@@ -69,7 +70,7 @@ def _list_compiled(reports: Sequence[Report]) -> Iterator[str]:
 def _steps(compared: RowComparison) -> Table:
     """The memory, the bytes sent and the time of each layout on the way."""
     layouts = [(f"from {compared.before}", compared.estimates[0])]
-    layouts += [(_name(change), change.after) for change in compared.changes]
+    layouts += [(name_rows(change), change.after) for change in compared.changes]
     most = max(one.peak_bytes for _, one in layouts)
     columns = [Column("layout", "long"), Column("peak memory", "number"), Column("sent", "number")]
     columns += [Column("step time", "number"), Column("waits", "number")] if compared.timed else []
@@ -82,13 +83,19 @@ def _steps(compared: RowComparison) -> Table:
     return Table("Layouts on the way", columns, rows)
 
 
-def _effects(change: Change, compared: RowComparison) -> Table:
-    """What some rows change: a label, and a sentence beside it."""
+def list_effects(change: Change, timed: bool) -> list[tuple[str, str]]:
+    """What some rows change: a label such as 'sends', and a sentence. timed: whether the target has times."""
     lines = [("sends", words) for words in _list_collectives(change.collectives)] or [("sends", "the same as before")]
     lines += [("arrays", words) for words in _list_arrays(change.arrays)]
     lines.append(("memory", _difference(change, lambda one: one.peak_bytes, human_bytes)))
-    if compared.timed:
+    if timed:
         lines.append(("time", _difference(change, lambda one: one.step_time_s, human_seconds)))
+    return lines
+
+
+def _effects(change: Change, compared: RowComparison) -> Table:
+    """What some rows change: a label, and a sentence beside it."""
+    lines = list_effects(change, compared.timed)
     labels = ["" if n and lines[n - 1][0] == label else label for n, (label, _) in enumerate(lines)]
     rows = [[label, words] for label, (_, words) in zip(labels, lines, strict=True)]
     return Table(f"What {', '.join(row.key for row in change.rows)} changes", (Column(), Column("", "long")), rows)

@@ -3,21 +3,18 @@
 import dataclasses
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from gspmd_lm import api
-from gspmd_lm.explore import changes as row_changes
 from gspmd_lm.explore.figures import Figures
 from gspmd_lm.explore.inputs import Inputs
 from gspmd_lm.explore.subject import Subject
 from gspmd_lm.foresight import explain, table
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
-from gspmd_lm.show import arrays as shown_arrays
-from gspmd_lm.show import terminal
+from gspmd_lm.show import dry_run, terminal
 from gspmd_lm.train import decoder, state
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +71,7 @@ def test_arrays_are_those_of_the_dry_run(tiny):
     named = [one for one in listed if one["group"] != "optimizer"]
     keys = "shape", "at_rest", "in_use", "bytes_per_device"
     assert {one["path"]: tuple(one[key] for key in keys) for one in named} == wanted
-    printed = terminal.text_of(lambda console: shown_arrays.show(config, rules, arrays, console), 240)
+    printed = terminal.text_of(lambda console: dry_run.show(dry_run.read(config, rules, arrays), console), 240)
     for group in ("weights", "optimizer"):
         size = sum(one["bytes_per_device"] for one in listed if one["group"] == group)
         assert f"  {group:10} {size:>20,}" in printed
@@ -104,7 +101,7 @@ def test_the_last_good_layout_stays_shown_and_its_problem_is_told_as_explain_doe
         ({"set": ["model.layers=zero"]}, "model.layers"),
         ({"text": ""}, "this one is empty"),
         ({"text": "dcn: {tensor: 2}\n"}, "a rules file needs a mesh"),
-        ({"text": "mesh: {data: 10000000000}\n"}, "its sizes multiply to 10000000000"),
+        ({"text": "mesh: {data: 10000000000}\n"}, "its sizes multiply to more than 262,144 devices"),
         ({"text": "a: &a [1]\nb: *a\n"}, "anchors and aliases are not supported"),
         ({"text": "[" * 50_000}, "levels"),
         ({"text": TP8 + "microbatches: 7\n"}, "does not divide into microbatches=7"),
@@ -195,19 +192,16 @@ def test_a_shared_page_stands_alone(tiny):
     assert "https://" not in page and " src=" not in page
 
 
-def test_changes_are_asked_of_the_pinned_layout_and_the_one_that_is_shown():
-    """The rows that differ are another module's: here it is asked whether both layouts come to it."""
-    figures, seen = Figures(Subject("tiny", api.load_config)), []
-    now = Inputs("tiny", (), "cpu:8", None, None, TP8, "rules/tp8.yaml")
-    before = dataclasses.replace(now, text=TP8.replace("  mlp: tensor # the widest\n", ""))
-    with pytest.MonkeyPatch.context() as patch:
-        module = sys.modules[Figures.__module__]  # `gspmd_lm.explore` is a function too
-        patch.setattr(module, "changes", lambda *both: seen.append(both) or [])
-        assert figures.trace(now, before)["shown"]["changes"] == []
-        assert figures.trace(now)["shown"]["changes"] is None
-    ((pinned, current),) = seen
-    assert len(pinned.rules.rows) == 3 and len(current.rules.rows) == 4
-    assert row_changes.changes(pinned, current) is None or row_changes.changes(pinned, current)
+def test_a_row_that_differs_from_the_pinned_layout_says_what_it_changes():
+    figures = Figures(Subject("tiny", api.load_config))
+    pinned = Inputs("tiny", (), "cpu:8", None, None, TP8, "rules/tp8.yaml")
+    now = dataclasses.replace(pinned, text=f"{TP8}  residual.seq: tensor\n")
+    (change,) = figures.trace(now, pinned)["shown"]["changes"]
+    assert change["row"] == "+ residual.seq: tensor"
+    assert any("all-reduces" in line and "reduce-scatters" in line for line in change["lines"])
+    assert figures.trace(now)["shown"]["changes"] is None  # nothing is pinned
+    elsewhere = dataclasses.replace(pinned, target="v5p:2x2x2")
+    assert figures.trace(now, elsewhere)["shown"]["changes"] is None
 
 
 def test_the_figures_of_the_benchmark_are_those_that_it_kept():
