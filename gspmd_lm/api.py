@@ -5,6 +5,7 @@ imported where they are used, so that a config or a rules file is read without j
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def load_config(name: str, overrides: str | Sequence[str] = (), workdir: str | N
         InputError: every problem of the file and of the overrides.
     """
     path, overrides = Path(name).expanduser(), _several(overrides)
-    if path.is_dir() or path.suffix == ".json":
+    if os.path.isdir(path) or path.suffix == ".json":
         from gspmd_lm.convert import architecture
 
         if architecture.is_published(path):

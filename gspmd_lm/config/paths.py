@@ -85,7 +85,8 @@ def short_name(path: str, folder: str) -> str:
 def found_file(name: str, folder: str) -> Path | None:
     """The path of the file `name`, as `find_file` looks for it; None if there is none."""
     candidates = (root / one for root in _roots(folder) for one in (name, f"{name}.yaml"))
-    return next((path for path in candidates if path.is_file()), None)
+    # os.path, since a name that is too long for a file is no file, and Path.is_file raises OSError for it.
+    return next((path for path in candidates if os.path.isfile(path)), None)
 
 
 def find_file(name: str, folder: str) -> Path:

@@ -197,7 +197,7 @@ def test_a_row_that_differs_from_the_pinned_layout_says_what_it_changes():
     pinned = Inputs("tiny", (), "cpu:8", None, None, TP8, "rules/tp8.yaml")
     now = dataclasses.replace(pinned, text=f"{TP8}  residual.seq: tensor\n")
     (change,) = figures.trace(now, pinned)["shown"]["changes"]
-    assert change["row"] == "+ residual.seq: tensor"
+    assert change["row"] == "+ rules.residual.seq: tensor"
     assert any("all-reduces" in line and "reduce-scatters" in line for line in change["lines"])
     assert figures.trace(now)["shown"]["changes"] is None  # nothing is pinned
     elsewhere = dataclasses.replace(pinned, target="v5p:2x2x2")
