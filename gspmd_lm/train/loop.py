@@ -95,7 +95,8 @@ class Run:
         begins from train.init_from or from scratch. If the checkpoint is already at `stop`, nothing is changed, read or
         compiled, and no values come back.
 
-        Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite.
+        Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite, or where the
+        workdir can no longer be written to.
         """
         with self.checkpoints() as checkpoints:
             chosen = checkpoints.choose(step, self.step.abstract_state)
@@ -103,7 +104,13 @@ class Run:
             if chosen and (chosen.step >= stop or best.ends(self.settings.patience)):
                 self.say(saving.nothing_to_do(chosen.step, stop, best, self.settings.patience))
                 return {}
-            return _Training(self, checkpoints, stop, best, *self._begin(checkpoints, chosen)).train(chosen)
+            training = _Training(self, checkpoints, stop, best, *self._begin(checkpoints, chosen))
+            try:
+                return training.train(chosen)
+            except (RunFailed, OSError) as error:
+                if message := saving.describe_unsaved(error, self.workdir, checkpoints, training.done):
+                    raise RunFailed(message) from error
+                raise
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:
         """The metrics of the held-out rows under the checkpoint of `step`, by default the newest of the workdir."""
@@ -231,6 +238,8 @@ class _Training:
                 # The run was asked to stop at this step, and saved it without evaluating it.
                 self._evaluate()
                 self.meter.begin()
+            if not chosen and processes.several():  # where saving fails, it fails before anything was computed
+                self._save()
             try:
                 for at, batch in self.meter.waiting(() if self._ends_early else batches):
                     trace(at)
