@@ -1,5 +1,6 @@
 """The jax Mesh of a rules file and devices."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -12,24 +13,27 @@ from jax.sharding import AxisType, Mesh
 from gspmd_lm.hardware.chips import Processor, chip_of
 from gspmd_lm.sharding.problems import Problem, check
 from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.slices import choose_crossing
 
 
 def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
     """The mesh of filled `rules` over exactly as many `devices`, which may be real, simulated or compile-only.
 
     Simulated devices keep their order, and the last mesh axis varies fastest. Accelerators are ordered so that mesh
-    axes follow the physical topology. `rules.dcn` says which part of an axis crosses slices or hosts.
+    axes follow the physical topology. `rules.dcn` says which part of an axis crosses slices or hosts; where it is
+    empty, `cross_slices` chooses it.
 
     Raises ShardingError if the devices are several TPU slices and `rules.dcn` does not fit them.
     """
     assert rules.devices == len(devices), (rules.mesh, len(devices))
+    rules, slices = cross_slices(rules, devices), count_slices(devices)
     shape = tuple(rules.mesh.values())
-    slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
     if slices > 1 and math.prod(rules.dcn.values()) != slices:
-        axis = next((name for name, size in rules.mesh.items() if size % slices == 0), next(iter(rules.mesh)))
-        message = f"dcn: the devices are {slices} slices, the rules say {math.prod(rules.dcn.values())}"
-        place = rules.place("dcn", dict(rules.dcn))
-        check([Problem(message, place, f"say which mesh axis crosses them, such as --set rules.dcn.{axis}={slices}")])
+        message, fix = f"dcn: no axis of the mesh can cross {slices} slices", f"a mesh with data={slices}, say"
+        if rules.dcn:
+            message = f"dcn: the devices are {slices} slices, the rules say {math.prod(rules.dcn.values())}"
+            fix = "--set rules.dcn=auto chooses the mesh axis that crosses them"
+        check([Problem(message, rules.place("dcn", dict(rules.dcn)), fix)])
     if devices[0].platform == "cpu" or len(devices) == 1:
         grid = np.array(devices).reshape(shape)
     elif rules.dcn:
@@ -45,6 +49,22 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
     else:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(rules.mesh), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def cross_slices(rules: Rules, devices: Sequence[Any]) -> Rules:
+    """Filled rules that say which mesh axis crosses the slices of TPUs, as plans choose it; the same if they said it.
+
+    They stay as they are, too, where there is one slice, or where no axis can cross so many.
+    """
+    slices = count_slices(devices)
+    if slices == 1 or rules.dcn:
+        return rules
+    return dataclasses.replace(rules, dcn=choose_crossing(rules.mesh, slices))
+
+
+def count_slices(devices: Sequence[Any]) -> int:
+    """The number of slices of TPUs; 1 for other devices."""
+    return len({getattr(device, "slice_index", None) or 0 for device in devices})
 
 
 def platform(mesh: Mesh) -> str:
