@@ -1,5 +1,6 @@
 """train: trains a run in a workdir, from its data to its checkpoints."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +44,14 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 def _run(values: flags.FlagValues) -> int:
     from gspmd_lm.cli import inputs
 
+    began = time.monotonic()
     # What is wrong with a file is told before jax is imported, which takes a second.
     rules, config = inputs.read_rules(values), inputs.read_config(values)
     import_jax()
     from gspmd_lm import session
     from gspmd_lm.runtime import processes
     from gspmd_lm.show import arrays
-    from gspmd_lm.workdir import layout
+    from gspmd_lm.workdir import layout, wall_time
 
     profile = _profile(values.profile)
     begun = inputs.begin(values, config, rules)
@@ -62,6 +64,7 @@ def _run(values: flags.FlagValues) -> int:
         return _train_tokenizer(begun.config, values.train_tokenizer, begun.console)
     executable = _executable(values, built) if values.executable else None
     with session.open_run(begun, built, warnings, True, values.compile_cache, profile, executable) as run:
+        run.wall_time = wall_time.WallTime(began)
         processes.last_words(str(run.workdir), str(run.workdir / layout.CHECKPOINTS))
         session.train_to(run, values.steps, values.step)
         return STOPPED if run.has_work_left else 0

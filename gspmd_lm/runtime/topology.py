@@ -7,7 +7,7 @@ from gspmd_lm.units import plural
 
 
 def describe_process(number: int, host: str, devices: Sequence[Any]) -> str:
-    """A line about a process and its own devices: 'process 1 on b: 4 TPU v5e devices, slice 0, chips (2,0) to (3,1)'.
+    """A line about a process and its own devices: 'process 1 on b: 4 TPU v5e devices, slice 0, at (2,0) to (3,1)'.
 
     Slices and coordinates are left out where devices have none, as simulated devices and GPUs.
     """
@@ -17,7 +17,7 @@ def describe_process(number: int, host: str, devices: Sequence[Any]) -> str:
         return line
     slices = ", ".join(map(str, dict.fromkeys(place[0] for place in places)))
     chips = [f"({','.join(map(str, reversed(place[1:])))})" for place in dict.fromkeys((places[0], places[-1]))]
-    return f"{line}, slice {slices}, chip{'s' * (len(chips) > 1)} {' to '.join(chips)}"
+    return f"{line}, slice {slices}, at {' to '.join(chips)}"
 
 
 def describe_order(devices: Sequence[Any]) -> str:

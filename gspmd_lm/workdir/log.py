@@ -15,7 +15,7 @@ from gspmd_lm import files
 from gspmd_lm.config import Train
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
-from gspmd_lm.workdir import trackers
+from gspmd_lm.workdir import trackers, wall_time
 from gspmd_lm.workdir.layout import METRICS, SAMPLES
 
 _MOST = 1e39  # above the numbers of float32
@@ -52,6 +52,7 @@ class Log:
                 f"warning: {workdir / METRICS}: has rows of steps that no checkpoint holds; the run begins anew, and "
                 "they are replaced"
             )
+        self.wall_s = self.metrics.wall_s  # of earlier starts, as `wall_time.earlier_totals` has them
         online = [tracker for tracker in train.trackers if tracker != "tensorboard"]
         if online and self.metrics.dropped:
             say(
@@ -111,6 +112,9 @@ class _JsonLines:
             say(f"warning: {path}: {damaged}; {aside.name} is the file as it was")
         kept = [line for line, row in zip(lines, rows, strict=True) if row and row["step"] <= start_step]
         self.rows, self.dropped = len(lines), len(lines) - len(kept)
+        whole = [row for row in rows if row]
+        left = [row for row in whole if row["step"] > start_step]
+        self.wall_s = wall_time.earlier_totals([row for row in whole if row["step"] <= start_step], left)
         text = b"".join(line + b"\n" for line in kept)
         if old != text:
             files.replace(path, text)

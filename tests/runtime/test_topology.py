@@ -19,9 +19,9 @@ HOSTS = [chips(0, 0, (0, 0, 0), (1, 0, 0)), chips(1, 0, (2, 0, 0), (3, 0, 0)), c
 
 def test_a_process_says_its_host_its_chips_and_its_slice():
     said = describe_process(1, "b", HOSTS[1])
-    assert said == "process 1 on b: 2 TPU v5 lite devices, slice 0, chips (2,0,0) to (3,0,0)"
+    assert said == "process 1 on b: 2 TPU v5 lite devices, slice 0, at (2,0,0) to (3,0,0)"
     assert describe_process(0, "a", jax.local_devices()[:1]) == "process 0 on a: 1 cpu device"
-    assert describe_process(5, "a", chips(5, 2, (0, 0, 0))).endswith("1 TPU v5 lite device, slice 2, chip (0,0,0)")
+    assert describe_process(5, "a", chips(5, 2, (0, 0, 0))).endswith("1 TPU v5 lite device, slice 2, at (0,0,0)")
 
 
 def test_an_order_of_hosts_that_is_not_that_of_the_topology_is_said():

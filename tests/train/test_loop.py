@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -30,6 +31,7 @@ from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.saving import Clock, SkippedSteps
 from gspmd_lm.workdir.checkpoint import Checkpoints
+from gspmd_lm.workdir.wall_time import read_totals
 from tests.train.runs import CPU, TRAIN, losses_of, rows_of, state_of
 
 
@@ -316,6 +318,17 @@ def test_a_run_is_saved_when_its_clock_says_so(run, small, straight, tmp_path, m
     assert saved == [1, 2, 5]
     assert "saves every 10 minutes and at the end; " in timed.console.file.getvalue()
     assert losses_of(tmp_path) == {step: loss for step, loss in losses_of(straight[0]).items() if step <= 5}
+
+
+def test_the_time_of_all_starts_is_counted(run, tmp_path):
+    run(tmp_path).train(6)
+    assert read_totals(rows_of(tmp_path))["lost"] == 0
+    shutil.rmtree(tmp_path / "checkpoints" / "6")  # as if the run had been killed before
+    before = time.monotonic()
+    run(tmp_path).train(8)
+    took_s, totals = time.monotonic() - before, read_totals(rows_of(tmp_path))
+    assert totals["lost"] > 0 and totals["steps"] > 0 and totals["saves"] > 0 and totals["restore"] > 0
+    assert rows_of(tmp_path)[-1]["step"] == 8 and sum(totals.values()) > took_s / 2
 
 
 def test_a_trace_is_written(run, tmp_path):
