@@ -15,13 +15,13 @@ from typing import Any
 
 # part -> the functions in which the process spends it
 PARTS = {
-    "arrays and rules checked": ["gspmd_lm.train.state:checked"],
-    "train step lowered": ["gspmd_lm.train.step:Step.lower_train"],
+    "arrays and rules checked": ["gspmd_lm.train.state:checked", "gspmd_lm.train.state:arrays_and_warnings"],
+    "train step lowered": ["gspmd_lm.train.step:Step.lower_train", "gspmd_lm.train.step:Step.trace_train"],
     "initial state lowered": ["gspmd_lm.train.step:Step.lower_init"],
     "compiled": ["gspmd_lm.runtime.compiler:compile"],  # whatever was lowered last
     "checkpoint restored": ["gspmd_lm.train.loop:Run._restore"],
     "report": ["gspmd_lm.foresight.explain:report"],
-    "trackers": ["gspmd_lm.workdir.trackers:load", "gspmd_lm.workdir.log:Log"],
+    "trackers": ["gspmd_lm.workdir.trackers:import_tracker", "gspmd_lm.workdir.trackers:start"],
 }
 
 
