@@ -1,5 +1,6 @@
 """Steps that hang: said in a line, and ended with the stacks of all processes."""
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -21,6 +22,18 @@ from gspmd_lm import cli
 from gspmd_lm.runtime import watchdog
 watchdog.LATE_S, watchdog.TICK_S = 4.0, 0.5
 cli.main(["main.py", *sys.argv[1:]])
+"""
+# In a process with this before it, the 20th step does not end.
+STUCK = """
+import time
+from gspmd_lm.train.loop import _Training
+after_step = _Training._after_step
+def wait_for_rows(training, values):
+    ends = after_step(training, values)
+    while training.done == 20:
+        time.sleep(1)
+    return ends
+_Training._after_step = wait_for_rows
 """
 SMALL = [
     "--config=bench_4m",
@@ -85,29 +98,46 @@ def test_a_step_that_hangs_ends_the_process_with_its_stacks():
     assert re.search(r"step 7 has not ended within \d s, and the run ends\n  fix   start the same command again", said)
 
 
+@pytest.fixture
+def start(tmp_path):
+    """A function that starts two processes of a run, each with a program, and gives them with their logs."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*programs):
+            flags = [*SMALL, f"--workdir={tmp_path}/run", f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
+            flags += ["--set=train.hang_minutes=0.2", "--devices=4"]
+            logs = [tmp_path / f"{number}.log" for number in range(2)]
+            both = []
+            for number, (program, log) in enumerate(zip(programs, logs, strict=True)):
+                command = [sys.executable, "-c", program, *flags, f"--process_id={number}"]
+                out = stack.enter_context(log.open("w"))
+                both.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))
+                stack.callback(both[-1].kill)
+            reached = "step     20/"
+            wait_until(lambda: reached in logs[0].read_text() or any(one.poll() is not None for one in both), 300)
+            return both, logs
+
+        yield begin
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_is_stopped_is_named_and_the_run_ends(tmp_path, victim):
-    flags = [*SMALL, f"--workdir={tmp_path}/run", f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
-    flags += ["--set=train.hang_minutes=0.2", "--devices=4"]
-    logs = [tmp_path / "0.log", tmp_path / "1.log"]
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", HASTY, *flags, f"--process_id={number}"],
-            cwd=ROOT, stdout=log.open("w"), stderr=subprocess.STDOUT,
-        )
-        for number, log in enumerate(logs)
-    ]  # fmt: skip
-    try:
-        wait_until(lambda: "step     20" in logs[0].read_text() or any(one.poll() is not None for one in both), 300)
-        both[victim].send_signal(signal.SIGSTOP)
-        other = 1 - victim
-        assert both[other].wait(120) == FAILED, logs[other].read_text()
-        said = logs[other].read_text()
-        assert re.search(rf"has taken \d+ s, \d+ times the usual .*; process {victim} does not answer", said), said
-        assert "hangs; the Python stacks:" in said and 'loop.py", line' in said
-        both[victim].send_signal(signal.SIGCONT)
-        assert both[victim].wait(120)
-    finally:
-        for process in both:
-            process.kill()
+def test_a_process_that_is_stopped_is_named_and_the_run_ends(start, victim):
+    both, logs = start(HASTY, HASTY)
+    both[victim].send_signal(signal.SIGSTOP)
+    assert both[1 - victim].wait(120) == FAILED, logs[1 - victim].read_text()
+    said = logs[1 - victim].read_text()
+    assert re.search(rf"has taken \d+ s, \d+ times the usual .*; process {victim} does not answer", said), said
+    assert "hangs; the Python stacks:" in said and 'loop.py", line' in said
+    both[victim].send_signal(signal.SIGCONT)
+    assert both[victim].wait(120), logs[victim].read_text()
+
+
+@pytest.mark.slow
+def test_all_processes_write_their_stacks_when_one_of_them_hangs(start):
+    both, logs = start(HASTY, STUCK + HASTY)
+    assert [one.wait(120) for one in both] == [FAILED, FAILED], logs[0].read_text()
+    first, second = (log.read_text() for log in logs)
+    assert re.search(r"warning: step \d+ has taken \d+ s, .*; process 1 has done step 19 only", first), first
+    assert "hangs; the Python stacks:" in first and 'loop.py", line' in first
+    assert "process 1: step 20 hangs; the Python stacks:" in second and "in wait_for_rows" in second
