@@ -64,7 +64,7 @@ class Watchdog:
             self._restart(now)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """A context for what is no step and may take long, such as a save. Nothing is late while it lasts."""
         with self._lock:
             self._paused += 1

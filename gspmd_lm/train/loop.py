@@ -268,7 +268,7 @@ class _Training:
                     self.checkpoints.wait()
                     self.say(f"saved step {self.done}; once that row is mended, the same command goes on from there")
                 raise
-            with self.wall_time.spending("saves"), self.watchdog.paused():
+            with self.wall_time.spending("saves"), self.watchdog.pause():
                 self.checkpoints.wait()  # before anything is promised, and while signals cannot end this process
             self._say_how_it_ended()
         return self.last
@@ -353,7 +353,7 @@ class _Training:
             "rules": run.step.rules.path,
             "best": dataclasses.asdict(best),
         }
-        with self.save_clock.saving(), self.wall_time.spending("saves"), self.watchdog.paused():
+        with self.save_clock.saving(), self.wall_time.spending("saves"), self.watchdog.pause():
             self.checkpoints.save(self.done, self.state, extra, keep=best.step if self.config.keeps_best else None)
         self.meter.restart(self.done)
 
@@ -366,9 +366,9 @@ class _Training:
         run, step, params = self.run, self.done, self.state.params
         if run.rows[1] is None:
             return
-        with self.meter.once(), self.wall_time.spending("compile"), self.watchdog.paused():
+        with self.meter.once(), self.wall_time.spending("compile"), self.watchdog.pause():
             run.compile_evaluation()
-        with self.wall_time.spending("evaluation"), self.watchdog.paused():
+        with self.wall_time.spending("evaluation"), self.watchdog.pause():
             values = run.held_out_metrics(params, step)
             texts = [Sample(*pair) for pair in run.writer(params)] if run.writer else []
         self.log.write(step, values)

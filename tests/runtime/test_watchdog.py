@@ -71,7 +71,7 @@ def test_a_late_step_is_said_once_and_the_next_one_anew(quick):
 
 def test_what_is_no_step_and_slow_steps_are_not_late(quick):
     said = []
-    with Watchdog(0, 0.001, said.append) as dog, dog.paused():
+    with Watchdog(0, 0.001, said.append) as dog, dog.pause():
         time.sleep(0.8)
     with Watchdog(0, 0, said.append) as dog:
         dog.taken_s.extend([0.2] * 5)
