@@ -88,12 +88,9 @@ def begin(
     """
     devices = startup.devices_of(rules.devices)
     folder, console = layout.workdir_path(workdir) if workdir else None, terminal.console(240, stderr)
-    filled = rules.fill(len(devices))
-    crossing = mesh.cross_slices(filled, devices)
-    session = Session(config, crossing, machine, devices, console, folder)
-    if crossing is not filled:
-        parts = " x ".join(f"{name}={size}" for name, size in crossing.dcn.items())
-        session.say(f"dcn: {parts or 'no mesh axis'} crosses {mesh.count_slices(devices)} slices")
+    session = Session(config, rules.fill(len(devices)), machine, devices, console, folder)
+    crossing = mesh.cross_slices(session.rules, mesh.count_slices(devices), session.say)
+    session = dataclasses.replace(session, rules=crossing)
     if processes.several():
         _log.info(topology.describe_process(machine.process_index, socket.gethostname(), jax.local_devices()))
         if order := topology.describe_order(devices):

@@ -27,6 +27,7 @@ from gspmd_lm.program.operands import matmul_operands
 from gspmd_lm.program.supported import Pass, kernel_choice, settle_rules
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.mesh import cross_slices
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
@@ -57,7 +58,7 @@ def reports(
         rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
         for rules in layouts
     ]
-    filled = [_settle_rules(task, rules, target, phase) for rules in filled]
+    filled = [_settle_rules(task, cross_slices(rules, target.slices, say), target, phase) for rules in filled]
     checked = [_check(task, rules, target.platform, phase) for rules in filled]
     parameter_sizes = None if task.config else sizes(checked[0][0])
     keep = export is not None

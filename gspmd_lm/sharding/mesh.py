@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
     Raises ShardingError if the devices are several TPU slices and `rules.dcn` does not fit them.
     """
     assert rules.devices == len(devices), (rules.mesh, len(devices))
-    rules, slices = cross_slices(rules, devices), count_slices(devices)
+    slices = count_slices(devices)
+    rules = cross_slices(rules, slices)
     shape = tuple(rules.mesh.values())
     if slices > 1 and math.prod(rules.dcn.values()) != slices:
         message, fix = f"dcn: no axis of the mesh can cross {slices} slices", f"a mesh with data={slices}, say"
@@ -51,15 +52,19 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
     return Mesh(grid, tuple(rules.mesh), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def cross_slices(rules: Rules, devices: Sequence[Any]) -> Rules:
+def cross_slices(rules: Rules, slices: int, say: Callable[[str], None] = lambda _: None) -> Rules:
     """Filled rules that say which mesh axis crosses the slices of TPUs, as plans choose it; the same if they said it.
 
-    They stay as they are, too, where there is one slice, or where no axis can cross so many.
+    They stay as they are, too, where there is one slice, or where no axis can cross so many. `say` is told what was
+    chosen.
     """
-    slices = count_slices(devices)
     if slices == 1 or rules.dcn:
         return rules
-    return dataclasses.replace(rules, dcn=choose_crossing(rules.mesh, slices))
+    chosen = choose_crossing(rules.mesh, slices)
+    if chosen:
+        parts = " x ".join(f"{name}={size}" for name, size in chosen.items())
+        say(f"{rules.label}: {parts} crosses the {slices} slices (dcn)")
+    return dataclasses.replace(rules, dcn=chosen)
 
 
 def count_slices(devices: Sequence[Any]) -> int:

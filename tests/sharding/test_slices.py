@@ -52,13 +52,15 @@ def filled(text, count):
 def test_several_slices_are_crossed_without_a_word_in_the_rules_file(dcn):
     rules = filled({"mesh": {"data": 2, "fsdp": -1}, **dcn}, 8)
     assert not rules.problems and rules.dcn == {}
-    assert meshes.cross_slices(rules, devices(2, 4)).dcn == {"data": 2}
-    assert meshes.cross_slices(rules, devices(1, 8)) is rules
+    said = []
+    assert meshes.cross_slices(rules, meshes.count_slices(devices(2, 4)), said.append).dcn == {"data": 2}
+    assert said == ["mine: data=2 crosses the 2 slices (dcn)"]
+    assert meshes.cross_slices(rules, meshes.count_slices(devices(1, 8)), said.append) is rules and len(said) == 1
 
 
 def test_what_a_rules_file_says_is_kept_and_must_fit():
     rules = filled({"mesh": {"data": 2, "fsdp": 4}, "dcn": {"fsdp": 2}}, 8)
-    assert meshes.cross_slices(rules, devices(2, 4)) is rules
+    assert meshes.cross_slices(rules, 2) is rules
     with pytest.raises(ShardingError, match=r"(?s)8 slices, the rules say 2.*\n  fix   --set rules\.dcn=auto"):
         meshes.build(rules, devices(8, 1))
     with pytest.raises(ShardingError, match="dcn: no axis of the mesh can cross 8 slices"):
