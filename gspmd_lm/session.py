@@ -6,6 +6,8 @@ import datetime
 import functools
 import hashlib
 import itertools
+import logging
+import socket
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,8 +36,9 @@ from gspmd_lm.infer.generate import SampleGenerator
 from gspmd_lm.infer.loaded import TaskModel
 from gspmd_lm.program.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
-from gspmd_lm.runtime import processes, startup
+from gspmd_lm.runtime import processes, startup, topology
 from gspmd_lm.runtime.startup import Runtime
+from gspmd_lm.sharding import mesh
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Rules
@@ -48,6 +51,8 @@ from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
 from gspmd_lm.units import plural
 from gspmd_lm.workdir import checkpoint, history, layout, lock, orbax_folder, trackers
+
+_log = logging.getLogger("gspmd_lm")
 
 OpenRows = Callable[[], tuple[loop.Rows, loop.Rows | None]]  # to train on, and to evaluate on
 ReadWeights = Callable[[Any], Any]  # a tree of jax.ShapeDtypeStruct -> the weights, placed and cast as it says
@@ -86,7 +91,12 @@ def begin(
     devices = startup.devices_of(rules.devices) if devices is None else devices
     folder, console = layout.workdir_path(workdir) if workdir else None, terminal.console(240, stderr)
     session = Session(config, rules.fill(len(devices)), machine, devices, console, folder)
+    crossing = mesh.cross_slices(session.rules, mesh.count_slices(devices), session.say)
+    session = dataclasses.replace(session, rules=crossing)
     if processes.several():
+        _log.info(topology.describe_process(machine.process_index, socket.gethostname(), jax.local_devices()))
+        if order := topology.describe_order(devices):
+            session.say(order)
         processes.compare(_facts(session) | {"flags": dict(flags)}, session.say)
     return session
 

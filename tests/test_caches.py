@@ -16,6 +16,7 @@ from gspmd_lm.config.paths import cache_folder
 from gspmd_lm.data import cache, sources
 from gspmd_lm.data.tokenizer import load_tokenizer
 from gspmd_lm.data.trained import tokenizer_of_source
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, exported
 from gspmd_lm.runtime import compile_cache
 from tests.foresight.conftest import request_of as request_of
@@ -161,3 +162,9 @@ def test_what_a_killed_process_left_is_deleted_a_day_later(tmp_path):
         os.utime(tmp_path / name, (time.time() - 3600 * hours,) * 2)
     files.trim(tmp_path.iterdir(), 250)  # what is left of a counts
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.partial", "new"]
+
+
+def test_a_bucket_is_no_cache(monkeypatch):
+    monkeypatch.setenv("GSPMD_LM_CACHE", "gs://bucket/cache")
+    with pytest.raises(InputError, match=r"(?s)GSPMD_LM_CACHE=gs://bucket/cache: .*\n  fix   .*--compile_cache"):
+        cache_folder("rows")

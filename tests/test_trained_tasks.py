@@ -92,7 +92,7 @@ def test_a_task_is_trained_evaluated_and_resumed_under_other_rules(trained, caps
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     scores = {row["step"]: row["eval_accuracy"] for row in rows if "eval_accuracy" in row}
     assert [*scores] == [20, 40] and scores[20] < 0.7 < 0.9 < scores[40]
-    assert first["loss"] > 1 > last["loss"] and rows[-2]["rows"] == 40 * classifier.ROWS
+    assert first["loss"] > 1 > last["loss"] and max(row.get("rows", 0) for row in rows) == 40 * classifier.ROWS
     assert last.losses[-1] == (40, last["loss"]) and last.run.config["task"] == "classifier"
     assert {"rows_per_s"} == {name for row in rows for name in row if name.endswith("_per_s")}
     figures = {fact.name: fact.value for fact in run.figures(last.run)}

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from gspmd_lm import api, files, versions
+from gspmd_lm import api, files
 from gspmd_lm.cli import outputs
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, core_yaml
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.target import MOST_DEVICES
 from gspmd_lm.runtime.quiet import import_jax
@@ -19,7 +19,6 @@ from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.workdir import layout
 
 if TYPE_CHECKING:
-    from gspmd_lm.runtime.startup import Runtime
     from gspmd_lm.session import ReadWeights, Session
 
 _RULES_ALONE = {*rules_file.SECTIONS} - {"rules", "optimizer", "context"}  # what no config has a key of
@@ -148,9 +147,10 @@ def begin(
         process_id=values.process_id,
         keep_memory=keep_memory,
     )
-    if values.rules == PLAN:
-        rules = _plan_rules(values, config, machine)
     processes.watch(logging.getLogger("gspmd_lm").warning)
+    if values.rules == PLAN:  # the first process plans, and all processes take what it found
+        path, text = processes.from_first(_plan_rules(values, config) if machine.is_main else None)
+        rules = dataclasses.replace(rules_file.from_dict(core_yaml.parse(text, path), path), text=text)
     excluded = (
         "coordinator",
         "num_processes",
@@ -168,16 +168,12 @@ def begin(
     return session.begin(config, rules, machine, values.workdir, stderr, given, devices)
 
 
-def _plan_rules(values: flags.FlagValues, config: Config, machine: "Runtime") -> Rules:
-    """The best layout for the devices at hand: the one that was found for them in the workdir before, else a new plan.
+def _plan_rules(values: flags.FlagValues, config: Config) -> tuple[str, str]:
+    """The name and the text of the best rules for the devices at hand: those that were found before, else a new plan.
 
-    On simulated devices, which have no times, layouts are ranked by what they send and by memory.
+    The workdir keeps what was found for them. On simulated devices, which have no times, layouts are ranked by what
+    they send and by memory.
     """
-    if machine.process_count > 1:
-        raise InputError(
-            "--rules=plan: each of several processes would plan for itself\n"
-            f"  fix   {versions.program()} plan --target=... --out=mine.yaml, then --rules=mine.yaml"
-        )
     import jax
 
     from gspmd_lm.config import paths
@@ -193,7 +189,7 @@ def _plan_rules(values: flags.FlagValues, config: Config, machine: "Runtime") ->
         text = paths.read_text(Path(kept))
         if f"{candidate.FOUND_BY}: {command} (" in text.partition("\n")[0]:
             outputs.say(f"--rules=plan: {kept} was found for these devices before")
-            return rules_file.load(kept)
+            return kept, text
     if target.chip is None:
         outputs.say(f"--rules=plan: {target.text} has no times; layouts are ranked by bytes and memory")
     plan = search.plan(config, target, say=outputs.say, rank_by=search.ranking(target))
@@ -201,9 +197,7 @@ def _plan_rules(values: flags.FlagValues, config: Config, machine: "Runtime") ->
         raise InputError(
             f"--rules=plan: no layout of {config.name} fits on {target.text}\n  fix   {command} says what would"
         )
-    return dataclasses.replace(
-        rules_file.from_dict(plan.best.raw, PLAN), text=candidate.rules_file(plan, plan.best, command)
-    )
+    return PLAN, candidate.rules_file(plan, plan.best, command)
 
 
 def folder_with_weights(values: flags.FlagValues, example: str) -> str:

@@ -1,6 +1,7 @@
 """train: trains a run in a workdir, from its data to its checkpoints."""
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 def _run(values: flags.FlagValues) -> int:
     from gspmd_lm.cli import inputs
 
+    began = time.monotonic()
     for name in ("html", "show"):
         if values[name].value and not values.dry_run:
             raise InputError(
@@ -66,7 +68,7 @@ def _run(values: flags.FlagValues) -> int:
     import_jax()
     from gspmd_lm import session
     from gspmd_lm.runtime import processes
-    from gspmd_lm.workdir import layout
+    from gspmd_lm.workdir import layout, wall_time
 
     profile = _profile(values.profile)
     begun = inputs.begin(values, config, rules)
@@ -79,6 +81,7 @@ def _run(values: flags.FlagValues) -> int:
         return _train_tokenizer(begun.config, values.train_tokenizer, begun.console)
     executable = _executable(values, built) if values.executable else None
     with session.open_run(begun, built, warnings, True, values.compile_cache, profile, executable) as run:
+        run.wall_time = wall_time.WallTime(began)
         processes.last_words(str(run.workdir), str(run.workdir / layout.CHECKPOINTS))
         session.train_to(run, values.steps, values.step)
         return STOPPED if run.has_work_left else 0

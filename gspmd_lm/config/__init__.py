@@ -119,6 +119,7 @@ class Train:
     # A checkpoint is also saved this long after the last one, or later where saving takes long. 0 means that time does
     # not decide.
     checkpoint_minutes: NotNegative = 10.0
+    hang_minutes: NotNegative = 10.0  # a run ends with the stacks of its processes after a step of this long; 0: never
     keep_checkpoints: Size = 3  # how many of the newest are kept
     keep_every: Count = 0  # every checkpoint whose step is a multiple of it is kept too; 0 means none
     keep_best: bool = False  # each evaluation with the lowest held-out loss so far is saved, and the best one is kept

@@ -27,8 +27,16 @@ def read_text(path: "Path | epath.Path") -> str:
 
 
 def cache_folder(name: str) -> Path:
-    """The folder `name` in $GSPMD_LM_CACHE, or in the user's cache directory. It need not exist."""
+    """The folder `name` in $GSPMD_LM_CACHE, or in the user's cache directory. It need not exist.
+
+    Raises InputError if the variable names a place in an object store.
+    """
     chosen = os.environ.get("GSPMD_LM_CACHE")
+    if chosen and "://" in chosen:
+        raise InputError(
+            f"GSPMD_LM_CACHE={chosen}: the cache must be a folder, because its files are mapped into memory\n"
+            "  fix   give a folder of this machine; --compile_cache takes a bucket for compiled programs"
+        )
     return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / name
 
 

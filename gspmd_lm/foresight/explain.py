@@ -27,6 +27,7 @@ from gspmd_lm.program.operands import matmul_operands
 from gspmd_lm.program.supported import Pass, kernel_choice, settle_rules
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.mesh import cross_slices
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
@@ -53,7 +54,7 @@ def reports(
     """
     _check_request(layouts, phase, export)
     task = decoder.task(config)
-    filled = [settle_layout(task, rules, target, phase) for rules in layouts]
+    filled = [settle_layout(task, rules, target, phase, say) for rules in layouts]
     checked = [_check(task, rules, target.platform, phase) for rules in filled]
     parameter_sizes = None if task.config else sizes(checked[0][0])
     keep = export is not None
@@ -80,9 +81,15 @@ def _check_request(layouts: Sequence[Rules], phase: str, export: Path | None) ->
         raise InputError(f"export={export}: a file holds one executable\n  fix   give one rules file")
 
 
-def settle_layout(task: Task, rules: Rules, target: Target, phase: str = "train") -> Rules:
-    """The rules filled for the devices of a target, with the attention kernel that the compiled program will have."""
+def settle_layout(
+    task: Task, rules: Rules, target: Target, phase: str = "train", say: Callable[[str], None] = lambda _: None
+) -> Rules:
+    """The rules filled for the devices of a target, with what the compiled program will have where they leave it open.
+
+    That is the mesh axis that crosses slices, of which `say` is told, and the attention kernel.
+    """
     rules = rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
+    rules = cross_slices(rules, target.slices, say)
     if phase == "train":
         return choices.settle_rules(task, rules, target.processor)
     return (

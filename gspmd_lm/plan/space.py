@@ -31,7 +31,7 @@ from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.program.supported import kernel_choice
 from gspmd_lm.program.task import Task
 from gspmd_lm.runtime import compiler
-from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding import rules_file, slices
 from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules
 from gspmd_lm.train.choices import settle_rules
 from gspmd_lm.train.state import attention_pass
@@ -239,11 +239,7 @@ class Space:
         gpu, count = self.target.platform == "gpu", self._outer
         if count == 1:
             return [{}]
-        splits = []
-        for data in _divisors(math.gcd(count, mesh.get("data", 1))):
-            fsdp = count // data
-            if mesh.get("fsdp", 1) % fsdp == 0:
-                splits.append({name: n for name, n in (("data", data), ("fsdp", fsdp)) if n > 1})
+        splits = slices.find_crossings(mesh, count)
         if gpu:  # hosts follow the order of devices, in which the first mesh axis is the outermost
             natural = math.gcd(count, mesh.get("data", 1))
             implied = {name: n for name, n in (("data", natural), ("fsdp", count // natural)) if n > 1}

@@ -23,6 +23,7 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.estimate import Estimate, Estimator, RematEstimate
 from gspmd_lm.plan.traces import ForwardTrace
 from gspmd_lm.program.task import Task
+from gspmd_lm.sharding import slices
 from gspmd_lm.sharding.rules import Remat, Rules
 
 Pipeline = dict[str, Any]  # as a rules file says it
@@ -69,10 +70,7 @@ def across(target: Target, outer: int, mesh: Mapping[str, int]) -> list[dict[str
     stages, data = mesh["stage"], mesh.get("data", 1)
     if outer == 1 or target.platform == "gpu":  # hosts follow the order of devices, in which stages are the outermost
         return [{}] if math.gcd(stages * data, outer) == outer else []
-    of_stages = math.gcd(stages, outer)
-    if data % (outer // of_stages):
-        return []
-    return [{name: n for name, n in (("stage", of_stages), ("data", outer // of_stages)) if n > 1}]
+    return slices.find_crossings(mesh, outer)
 
 
 def pipelines(task: Task, layout: Mapping[str, Any], estimate: Estimates, limit_bytes: float) -> list[Pipeline]:

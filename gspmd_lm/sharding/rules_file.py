@@ -348,11 +348,12 @@ class _Reader:
         return chosen
 
     def dcn(self, value: Any, mesh: Mapping[str, int]) -> dict[str, int]:
+        """The parts into which mesh axes are cut; none where that is chosen when the devices are known."""
         if not mesh:  # a missing mesh is a problem already
             return {}
         return {
             name: slices
-            for name, slices in (self.mapping("dcn", value).items() if mesh else ())
+            for name, slices in self.mapping("dcn", None if value == "auto" else value).items()
             if self.check_word(name, mesh, "dcn: the mesh has no axis", f"dcn.{name}", slices)
             and self.size(slices, f"dcn: {name}", f"dcn.{name}")
         }

@@ -70,5 +70,5 @@ class RulesFile:
     context: Annotated[str, _one_of(*CONTEXTS)] = CONTEXTS[0]  # how keys reach the queries of a split sequence
     # Options of XLA for the programs of a platform.
     compiler_options: dict[Platform, dict[str, Any] | None] | None = dataclasses.field(default_factory=dict)
-    # Into how many slices, or groups of hosts, a mesh axis is cut.
-    dcn: dict[MeshAxis, Size] | None = dataclasses.field(default_factory=dict)
+    # Into how many slices, or groups of hosts, a mesh axis is cut. auto, or nothing, leaves it to the program.
+    dcn: dict[MeshAxis, Size] | Literal["auto"] | None = dataclasses.field(default_factory=dict)

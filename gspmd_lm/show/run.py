@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from gspmd_lm.show import html, terminal
-from gspmd_lm.show.document import Column, Fact, Figure, Folded, Section, Table, Text, figure, table_of
+from gspmd_lm.show import html, svg, terminal
+from gspmd_lm.show.document import Block, Cell, Column, Fact, Figure, Folded, Section, Table, Text, figure, table_of
 from gspmd_lm.show.svg import Axis, Plot, short, text
-from gspmd_lm.units import human_seconds, human_short
+from gspmd_lm.units import human_duration, human_seconds, human_short
 from gspmd_lm.workdir.history import RunHistory, differences, settings
+from gspmd_lm.workdir.wall_time import KINDS, goodput
 
 BINS = 300  # a longer line is drawn as the median and the range of so many pieces
 FAR = 3  # a value so many times as far out as nearly all values is not drawn
+COLOURS = "other", "attention", "host", "matmul", "batch", "optimizer", "wait", "idle"  # kinds of parts of a bar
+WALL = dict(zip(KINDS, COLOURS, strict=True))  # kind of wall time -> the kind of a part
 HUES = (212, 28, 160, 330, 265, 95, 0, 190)  # of runs
 
 # Key, title, how a value is shown, whether the axis begins at 0, and whether it is logarithmic over long ranges.
@@ -42,7 +45,7 @@ def page(runs: Sequence[RunHistory], command: str) -> str:
         html.blocks(_damage(runs)) if one else html.sections([about]),
         html.sections([_loss(runs)]),
         f'<div class="plots">{plots}</div>',
-        html.sections([*_samples(runs), _made_with(one) if one else _differences(runs)]),
+        html.sections([*_wall_time(runs), *_samples(runs), _made_with(one) if one else _differences(runs)]),
     ]
     return html.page(f"Run {one.name}" if one else f"{len(runs)} runs", command, "".join(body))
 
@@ -160,6 +163,24 @@ def _range(
     several = "s above are" if len(outside) > 1 else " above is"
     note = f"<p class=legend>{len(outside):,} value{several} not drawn: up to {text(show(values[-1]))}.</p>"
     return Axis("", 0.0 if zero and not bottom else bottom - room, top + room, show), note if outside else ""
+
+
+def _wall_time(runs: Sequence[RunHistory]) -> list[Section]:
+    """Where the time of the runs went, as a bar for each and one table; nothing if none of them has counted it."""
+    counted = [run for run in runs if run.wall_s]
+    longest = max((sum(run.wall_s.values()) for run in counted), default=0.0)
+    blocks: list[Block] = []
+    for run in counted:
+        parts = [svg.Part(WALL[kind], kind, s, human_duration(s)) for kind, s in run.wall_s.items()]
+        label = f"Wall time of {run.name}: {svg.list_parts(parts)}"
+        blocks += [Text(f"{run.name}: goodput {goodput(run.wall_s):.0%}"), Figure(svg.bar(parts, longest, label, []))]
+    columns = (Column("time"), *(Column(run.name, "number") for run in counted), Column("what it is", "long"))
+    rows = []
+    for kind, about in KINDS.items():
+        times = [(run.wall_s[kind], sum(run.wall_s.values()) or 1.0) for run in counted]
+        shown = [f"{human_duration(s)} ({s / whole_s:.0%})" for s, whole_s in times]
+        rows.append((Cell(kind, kind=WALL[kind]), *shown, about))
+    return [Section("Wall time", "measured", [*blocks, Table("Wall time", columns, rows)])] if longest else []
 
 
 def _samples(runs: Sequence[RunHistory]) -> list[Section]:

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -19,6 +21,7 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.endings import StopSignal
 from gspmd_lm.runtime.preemption import Agreement
+from gspmd_lm.runtime.watchdog import Watchdog
 from gspmd_lm.train import init_from, progress, saving
 from gspmd_lm.train.init_from import InitFrom
 from gspmd_lm.train.programs import TrainPrograms
@@ -29,8 +32,11 @@ from gspmd_lm.units import human_bytes
 from gspmd_lm.workdir import checkpoint, compatible, history, trackers
 from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
 from gspmd_lm.workdir.log import Log, Sample
+from gspmd_lm.workdir.wall_time import WallTime
 
 Rows = Loader | Batches
+
+_log = logging.getLogger(__name__)
 
 
 class SampleWriter(Protocol):
@@ -56,6 +62,7 @@ class Run:
     writer: SampleWriter | None = None  # of the texts of train.samples
     evaluates: bool = False  # whether the programs of evaluation are compiled
     has_work_left: bool = False  # whether training was asked to stop before its last step
+    wall_time: WallTime = dataclasses.field(default_factory=WallTime)
 
     @property
     def step(self) -> Step:
@@ -95,7 +102,8 @@ class Run:
         begins from train.init_from or from scratch. If the checkpoint is already at `stop`, nothing is changed, read or
         compiled, and no values come back.
 
-        Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite.
+        Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite, or where the
+        workdir can no longer be written to.
         """
         with self.checkpoints() as checkpoints:
             chosen = checkpoints.choose(step, self.step.abstract_state)
@@ -103,7 +111,13 @@ class Run:
             if chosen and (chosen.step >= stop or best.ends(self.settings.patience)):
                 self.say(saving.nothing_to_do(chosen.step, stop, best, self.settings.patience))
                 return {}
-            return _Training(self, checkpoints, stop, best, *self._begin(checkpoints, chosen)).train(chosen)
+            training = _Training(self, checkpoints, stop, best, *self._begin(checkpoints, chosen))
+            try:
+                return training.train(chosen)
+            except (RunFailed, OSError) as error:
+                if message := saving.describe_unsaved(error, self.workdir, checkpoints, training.done):
+                    raise RunFailed(message) from error
+                raise
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:
         """The metrics of the held-out rows under the checkpoint of `step`, by default the newest of the workdir."""
@@ -136,10 +150,13 @@ class Run:
             for tracker in train.trackers if self.machine.is_main else ():
                 trackers.import_tracker(tracker)  # now, while the compiler works
             if not self.machine.is_simulated:
-                compiling.result()  # a step that cannot fit is refused before anything is allocated
-            start, state = self._restore(checkpoints, chosen) if chosen else (0, self._initial_state(origin))
+                with self.wall_time.spending("compile"):
+                    compiling.result()  # a step that cannot fit is refused before anything is allocated
+            with self.wall_time.spending("restore"):
+                start, state = self._restore(checkpoints, chosen) if chosen else (0, self._initial_state(origin))
             self._write_description()
-            return start, state, self.programs.ready(compiling.result())
+            with self.wall_time.spending("compile"):
+                return start, state, self.programs.ready(compiling.result())
 
     def _restore(self, checkpoints: Checkpoints, chosen: Chosen) -> tuple[int, State]:
         state = checkpoints.read(chosen, self.step.abstract_state)
@@ -203,6 +220,7 @@ class _Training:
         self.run, self.checkpoints, self.program = run, checkpoints, program
         self.config, self.say, self.is_main = run.settings, run.say, run.machine.is_main
         self.start, self.stop, self.done = start, stop, start
+        self.wall_time = run.wall_time
         self.state, self.best = state, best
         self.interrupted = False  # whether the run was asked to stop
         self.last: dict[str, float] = {}  # the values that were logged last
@@ -225,18 +243,24 @@ class _Training:
             contextlib.closing(self._log()) as self.log,
             contextlib.closing(run.rows[0].batches(start, run.step.batch_shardings, self.stop)) as batches,
             self.shown.bar,
+            self._counting_time(),
+            Watchdog(start, self.config.hang_minutes, _log.warning) as self.watchdog,
             progress.profile_steps(run.profile, start, self.stop, run.workdir / "profile", self.say) as trace,
         ):
             if chosen and "best" in chosen.extra and self._is_scheduled(start) and self.best.evaluated != start:
                 # The run was asked to stop at this step, and saved it without evaluating it.
                 self._evaluate()
                 self.meter.begin()
+            if not chosen and processes.several():  # where saving fails, it fails before anything was computed
+                self._save()
             try:
-                for at, batch in self.meter.waiting(() if self._ends_early else batches):
+                for at, batch in self._waiting(() if self._ends_early else batches):
                     trace(at)
                     self.state, values = self.program(self.state, batch)
                     self.done = at + 1
-                    if self._after_step(values):
+                    ends = self._after_step(values)
+                    self.watchdog.beat(self.done)
+                    if ends:
                         break
             except InputError:  # a row that cannot be read, such as an image that ends early
                 if not processes.several() and self.done > self.start:  # no other process waits for that row
@@ -244,9 +268,29 @@ class _Training:
                     self.checkpoints.wait()
                     self.say(f"saved step {self.done}; once that row is mended, the same command goes on from there")
                 raise
-            self.checkpoints.wait()  # before anything is promised, and while signals cannot end this process
+            with self.wall_time.spending("saves"), self.watchdog.pause():
+                self.checkpoints.wait()  # before anything is promised, and while signals cannot end this process
             self._say_how_it_ended()
         return self.last
+
+    @contextlib.contextmanager
+    def _counting_time(self) -> Iterator[None]:
+        """A context of the steps, whose wall time is counted with that of earlier starts and logged at the end."""
+        self.wall_time.add_earlier(self.log.wall_s)
+        with self.wall_time.spending("steps"):
+            yield
+        if self.done > self.start:
+            self.log.write(self.done, self.wall_time.totals())
+
+    def _waiting(self, batches: Any) -> Iterator[Any]:
+        """The batches. The time spent waiting for them is counted, also as that of the steps since the last log."""
+        batches = self.meter.waiting(batches)
+        while True:
+            with self.wall_time.spending("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     @property
     def _ends_early(self) -> bool:
@@ -279,7 +323,7 @@ class _Training:
 
     def _log_values(self, values: Mapping[str, jax.Array]) -> None:
         self.last = self.meter.read(self.done, values)
-        self.log.write(self.done, self.last)
+        self.log.write(self.done, self.last | self.wall_time.totals())
         self.shown.line(self.done, self.last, self.meter.left_s(self.done))
         if self.done == self.start + 1:
             self.say(f"step {self.done}: {self.meter.first_step_s:.2f} s, with one-time work; left out of step times")
@@ -309,7 +353,7 @@ class _Training:
             "rules": run.step.rules.path,
             "best": dataclasses.asdict(best),
         }
-        with self.save_clock.saving():
+        with self.save_clock.saving(), self.wall_time.spending("saves"), self.watchdog.pause():
             self.checkpoints.save(self.done, self.state, extra, keep=best.step if self.config.keeps_best else None)
         self.meter.restart(self.done)
 
@@ -322,11 +366,12 @@ class _Training:
         run, step, params = self.run, self.done, self.state.params
         if run.rows[1] is None:
             return
-        with self.meter.once():
+        with self.meter.once(), self.wall_time.spending("compile"), self.watchdog.pause():
             run.compile_evaluation()
-        values = run.held_out_metrics(params, step)
+        with self.wall_time.spending("evaluation"), self.watchdog.pause():
+            values = run.held_out_metrics(params, step)
+            texts = [Sample(*pair) for pair in run.writer(params)] if run.writer else []
         self.log.write(step, values)
-        texts = [Sample(*pair) for pair in run.writer(params)] if run.writer else []
         self.log.write_samples(step, texts)
         for text in texts:
             self.say(progress.sample(text.prompt, text.text))
@@ -407,6 +452,8 @@ class _Training:
 
 class _Silent:
     """The log of every process but the first."""
+
+    wall_s: Mapping[str, float] = types.MappingProxyType({})
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 

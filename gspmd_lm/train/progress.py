@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from rich.bar import Bar
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 
+from gspmd_lm import files
 from gspmd_lm.units import human_clock, human_short
 
 SHORT = {"tokens": "tok", "rows": "rows"}  # the unit of a speed -> its abbreviation
@@ -263,7 +266,9 @@ def profile_steps(
 ) -> Iterator[Callable[[int], None]]:
     """A context of a function that is called before each step, with its number. It traces the steps in `profile`.
 
-    begin, end: of the run. `say` warns where the run does not come to the first step of the trace.
+    begin, end: of the run. folder: may be remote, because a trace is written elsewhere first, and then copied there.
+    `say` warns where the run does not come to the first step of the trace. It also warns where the trace cannot be
+    written, and the run goes on without it.
     """
     start, stop = profile or (-1, -1)
     tracing = False
@@ -272,15 +277,29 @@ def profile_steps(
 
     def at(step: int | None) -> None:
         nonlocal tracing
-        if tracing and step in (stop, None):
-            jax.profiler.stop_trace()
-            tracing = False
-            say(f"trace of steps {start} to {stop}: {folder}")
-        elif step == start:
-            jax.profiler.start_trace(str(folder))
-            tracing = True
+        try:
+            if tracing and step in (stop, None):
+                tracing = False
+                jax.profiler.stop_trace()
+                _copy(Path(local), folder)
+                say(f"trace of steps {start} to {stop}: {folder}")
+            elif step == start:
+                jax.profiler.start_trace(local)
+                tracing = True
+        except Exception as error:  # the profiler and stores raise what they like
+            why = " ".join(str(error).split())[:300]
+            say(f"warning: the trace of steps {start} to {stop} cannot be written to {folder} ({why}); the run goes on")
 
-    try:
-        yield at
-    finally:
-        at(None)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as local:
+        try:
+            yield at
+        finally:
+            at(None)
+
+
+def _copy(local: Path, folder: epath.Path) -> None:
+    """Copies the files of a local folder, and of the folders in it, to another one."""
+    for file in filter(Path.is_file, local.rglob("*")):
+        copy = folder / file.relative_to(local).as_posix()
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(copy, file.read_bytes())

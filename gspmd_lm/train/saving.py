@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from etils import epath
 
+from gspmd_lm import files
 from gspmd_lm.config import Train
 from gspmd_lm.errors import InputError
 from gspmd_lm.units import human_bytes
@@ -105,6 +107,18 @@ def moved_rows(step: int, extra: dict[str, Any], batch: int) -> list[str]:
         f"warning: step {step} is at row {step * batch:,} with batches of {batch} rows, and was at "
         f"{step * before:,} with those of {before}: {abs(step * (batch - before)):,} rows are {what}"
     ]
+
+
+def describe_unsaved(error: Exception, workdir: epath.Path, checkpoints: Checkpoints, done: int) -> str:
+    """The message of an error about the workdir, with the steps up to `done` that are not saved; '' for another one."""
+    message, separator, fix = str(error).partition("\n  fix   ")
+    if isinstance(error, OSError):
+        message = f"{error.filename}: {files.reason(error)}"
+        separator, fix = "\n  fix   ", "see to that folder, then start the same command: it goes on from there"
+    if str(workdir) not in message or (written := checkpoints.last_written()) >= done:
+        return ""
+    steps = f"steps {written + 1} to {done} are" if done > written + 1 else f"step {done} is"
+    return f"{message}; {steps} not saved{separator}{fix}"
 
 
 def nothing_to_do(step: int, stop: int, best: Best, patience: int) -> str:

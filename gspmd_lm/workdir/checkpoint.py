@@ -7,7 +7,7 @@ asked for.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -103,6 +103,7 @@ class Checkpoints:
         self._report = report if jax.process_index() == 0 else lambda message: None
         self._at = -1  # the step that was last saved, even if it is still being written, or restored
         self._undamaged = -1  # the step that last agreed with its manifest
+        self._written = 0  # the step that was restored here, or last written whole
         self._opened_for_saving = False
         self._saved: list[str] = []  # the names of the arrays that are being written
         self._health = Health(self.directory)
@@ -135,6 +136,12 @@ class Checkpoints:
         self._health.reject()
         self._health.write(self._steps())
         return self.newest_healthy()
+
+    def last_written(self) -> int:
+        """The step that was restored here, or last written whole; 0 without one. Waits for a save in progress."""
+        with suppress(RunFailed):
+            self.wait()
+        return self._written
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any], keep: int | None = None) -> None:
         """Copies `state` (a pytree of arrays) to the host, then writes it in the background, with `extra` (small JSON).
@@ -178,6 +185,7 @@ class Checkpoints:
             self._health.unknown.discard(self._at)
             self._manager.reload()  # the manager has forgotten the steps that this save would have replaced
             raise self._not_written(error) from error
+        self._written = max(self._at, 0)
         if self._health.unwritten:
             self._health.write(self._steps())
 
@@ -253,7 +261,7 @@ class Checkpoints:
         abstract_state: the tree of jax.ShapeDtypeStruct to restore, each with the sharding that it is to have.
         """
         state = orbax_folder.read_arrays(chosen.folder / "state", abstract_state)
-        self._at = chosen.step
+        self._at = self._written = chosen.step
         if not from_first(self._health.is_healthy(chosen.step)):
             self._health.unknown.add(chosen.step)
         return state

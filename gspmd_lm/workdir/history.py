@@ -13,7 +13,7 @@ from gspmd_lm import files, versions
 from gspmd_lm.config import core_yaml, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object, json_value
-from gspmd_lm.workdir import layout, log
+from gspmd_lm.workdir import layout, log, wall_time
 
 CLASSES_SHOWN = 8
 LAST = 10  # speeds are medians over so many of the last logged rows
@@ -129,6 +129,7 @@ class RunHistory:
     rules: str  # the text of rules.yaml
     about: dict[str, Any]  # versions.json
     damage: str = ""  # lines about what cannot be read
+    wall_s: dict[str, float] = dataclasses.field(default_factory=dict)  # kind of `wall_time` -> seconds, if counted
 
     @property
     def step(self) -> int:
@@ -236,6 +237,7 @@ def _read(workdir: epath.Path, name: str) -> RunHistory:
         config=value_of(layout.CONFIG, core_yaml.parse, {}),
         rules=value_of(layout.RULES, lambda text, _: text, ""),
         about=value_of(layout.ABOUT, json_object, {}),
+        wall_s=wall_time.read_totals(rows),
     )
     if not (run.rows or run.evaluations):
         damage.append(f"{workdir / layout.METRICS}: has no rows of training or evaluation")

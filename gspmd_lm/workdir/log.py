@@ -1,8 +1,10 @@
 """The log of a run: metrics.jsonl and samples.jsonl in its workdir, and the trackers that get the same values."""
 
+import errno
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from gspmd_lm import files
 from gspmd_lm.config import Train
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
-from gspmd_lm.workdir import trackers
+from gspmd_lm.workdir import trackers, wall_time
 from gspmd_lm.workdir.layout import METRICS, SAMPLES
 
 _MOST = 1e39  # above the numbers of float32
@@ -50,13 +52,14 @@ class Log:
                 f"warning: {workdir / METRICS}: has rows of steps that no checkpoint holds; the run begins anew, and "
                 "they are replaced"
             )
+        self.wall_s = self.metrics.wall_s  # of earlier starts, as `wall_time.earlier_totals` has them
         online = [tracker for tracker in train.trackers if tracker != "tensorboard"]
         if online and self.metrics.dropped:
             say(
                 f"{' and '.join(online)} keeps the points of steps after {start_step} that it has, and may leave out "
                 "new ones"
             )
-        self.trackers, self._say = trackers.start(workdir, start_step, train, config), say
+        self.trackers, self._say = trackers.start(workdir, start_step, train, config, say), say
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one row. Values that are not finite are written as null, which every JSON reader accepts."""
@@ -72,6 +75,9 @@ class Log:
             self._tell(lambda tracker, name=f"sample {number}", text=text: tracker.text(step, name, text))
 
     def close(self) -> None:
+        """Writes what could not be written before, if that is possible now, and closes the trackers."""
+        for file in (self.metrics, self.samples):
+            file.close()
         self._tell(lambda tracker: tracker.close())
 
     def _tell(self, call: Callable[[Any], None]) -> None:
@@ -81,19 +87,22 @@ class Log:
                 call(tracker)
             except Exception as error:  # each tracker raises what it likes
                 self.trackers.remove(tracker)
-                why = " ".join(str(error).split()) or type(error).__name__
-                self._say(f"warning: {tracker.name} failed ({why}) and gets no more figures; {METRICS} has them all")
+                self._say(trackers.describe_failure(tracker.name, error))
 
 
 class _JsonLines:
-    """A file with a JSON object on each line, which has a step."""
+    """A file with a JSON object on each line, which has a step.
+
+    Rows that cannot be written, such as on a full disk, are kept and tried again with the next row.
+    """
 
     def __init__(self, path: epath.Path, start_step: int, say: Callable[[str], None]):
         """Opens a file, which need not exist, and drops the rows of later steps than `start_step`.
 
         A file with lines that cannot be read is kept beside it, as it was.
         """
-        self.path = path
+        self.path, self.say = path, say
+        self.unwritten, self.failing = b"", False
         if path.is_dir():
             raise InputError(f"{path}: is a folder, but must be a file\n  fix   move it away")
         old, lines, rows = _parse_log(path)
@@ -103,19 +112,48 @@ class _JsonLines:
             say(f"warning: {path}: {damaged}; {aside.name} is the file as it was")
         kept = [line for line, row in zip(lines, rows, strict=True) if row and row["step"] <= start_step]
         self.rows, self.dropped = len(lines), len(lines) - len(kept)
+        whole = [row for row in rows if row]
+        left = [row for row in whole if row["step"] > start_step]
+        self.wall_s = wall_time.earlier_totals([row for row in whole if row["step"] <= start_step], left)
         text = b"".join(line + b"\n" for line in kept)
         if old != text:
             files.replace(path, text)
         self.remote = text if files.is_remote(path) else None
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
-        row = json.dumps({"step": step, **values}) + "\n"
+        self.unwritten += (json.dumps({"step": step, **values}) + "\n").encode()
+        self._try()
+
+    def close(self) -> None:
+        if self.unwritten:
+            self._try()
+        if self.unwritten:
+            self.say(f"warning: {self.path}: the last {len(self.unwritten.splitlines())} rows are not written")
+
+    def _try(self) -> None:
+        """Writes the rows that are not written yet. The first of several failures is said, and so is their end."""
+        try:
+            self._write()
+        except Exception as error:  # a store raises what it likes
+            if not self.failing:
+                why = files.reason(error) if isinstance(error, OSError) else " ".join(str(error).split())
+                self.say(f"warning: {self.path}: {why}; the run goes on, and tries to write the rows later")
+            self.failing = True
+            return
+        if self.failing:
+            self.say(f"{self.path}: can be written again, and has all rows")
+        self.unwritten, self.failing = b"", False
+
+    def _write(self) -> None:
         if self.remote is not None:  # object stores do not append: the file is written whole
-            self.remote += row.encode()
-            files.replace(self.path, self.remote)
-        else:
-            with files.naming(Path(self.path)), self.path.open("a") as file:
-                file.write(row)
+            files.replace(self.path, self.remote + self.unwritten)
+            self.remote += self.unwritten
+            return
+        with Path(self.path).open("ab", buffering=0) as file:
+            size = file.tell()
+            if file.write(self.unwritten) < len(self.unwritten):  # as the system does where the disk gets full
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_rows(path: epath.Path) -> tuple[list[dict[str, Any]], str]:

@@ -182,3 +182,9 @@ def test_programs_are_found_again_in_a_bucket(start):
     assert "0 found" in finish(start("gs://bucket/cold", *flags))
     assert "compile cache gs://bucket/compiled" in (output := finish(start("gs://bucket/warm", *flags)))
     assert " 0 found" not in output
+
+
+def test_a_trace_comes_into_the_bucket(start, objects):
+    output = finish(start("gs://bucket/traced", "--steps=4", "--set=train.steps=4", "--profile=1:2"))
+    assert "trace of steps 1 to 2: gs://bucket/traced/profile" in output and "step 4/4" in output
+    assert objects.glob("bucket/traced/profile/plugins/profile/*/*.xplane.pb")

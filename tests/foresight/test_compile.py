@@ -119,9 +119,9 @@ def test_errors_of_the_other_process_reach_the_user(request_of, tmp_path):
 
 @pytest.mark.slow
 def test_errors_of_its_rules_do_too(request_of, tmp_path):
-    with pytest.raises(ShardingError, match="the devices are 2 slices, the rules say 1"):
+    with pytest.raises(ShardingError, match="the devices are 2 slices, the rules say 4"):
         whole = dict.fromkeys(("cpu", "gpu", "tpu"), "xla")
-        compile.programs([request_of("fsdp", "2@v5e:2x2", attention=whole)], cache=str(tmp_path))
+        compile.programs([request_of("fsdp", "2@v5e:2x2", attention=whole, dcn={"fsdp": 4})], cache=str(tmp_path))
     assert not list(tmp_path.iterdir())  # nothing half done is left
 
 

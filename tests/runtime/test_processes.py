@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import venv
@@ -131,6 +132,8 @@ def test_two_processes_of_four_devices_compute_what_one_of_eight_does(layout, an
     first, second = (finish(process) for process in together)
     assert "step 4/4" in first
     assert "step" not in re.sub(r"\[Gloo\].*", "", second)  # only the first process speaks
+    assert f"process 1 on {socket.gethostname()}: 4 cpu devices" in second
+    assert {path.name for path in (tmp_path / "two/checkpoints").iterdir()} >= {"0", "4"}
     here(*flags, f"--workdir={tmp_path}/one")
     two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert len(two) == len(one) == 4
@@ -200,6 +203,17 @@ def test_a_stop_before_the_first_step_ends_all_processes_with_the_code_of_a_stop
     assert "process 1 was stopped\n  fix   start all processes again" in outputs[0]
     assert "nothing had to be saved" in outputs[1]
     assert not (tmp_path / "run/lock.json").exists()
+
+
+@pytest.mark.slow
+def test_the_first_of_two_processes_plans_for_both(tmp_path):
+    flags = [flag for flag in SMALL if flag not in QUICK_FLAGS]  # they are of rules, which a plan chooses
+    flags += ["--rules=plan", "--steps=2", "--devices=4", f"--workdir={tmp_path}/run", "--num_processes=2"]
+    flags.append(f"--coordinator=127.0.0.1:{free_port()}")
+    first, second = (finish(one) for one in [start(*flags, f"--process_id={number}") for number in range(2)])
+    assert "layouts are ranked by bytes and memory" in first and "ranked" not in second
+    assert "under plan, mesh" in first and "step 2/2" in first
+    assert "found by: " in (tmp_path / "run/rules.yaml").read_text()
 
 
 @pytest.mark.slow

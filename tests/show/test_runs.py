@@ -16,6 +16,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.show import run as shown
 from gspmd_lm.show.svg import Axis, Plot, short
 from gspmd_lm.workdir import history
+from gspmd_lm.workdir.wall_time import KINDS
 from tests.reader import Reader, run_in_a_browser
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,6 +53,18 @@ def runs(tmp_path_factory):
     write(folder / "b", changed, "data: {batch: 16, seq: 64}\ntrain: {steps: 100}\n")
     (folder / "not a run").mkdir()
     return folder
+
+
+def test_the_page_shows_where_the_time_went(tmp_path):
+    took = dict.fromkeys(KINDS, 1.0) | {"steps": 21.0, "lost": 2.0}
+    counted = [row(1), row(2, **{f"wall_{kind}_s": seconds for kind, seconds in took.items()})]
+    run, without = write(tmp_path / "a", counted), write(tmp_path / "b", [row(1)])
+    page = shown.page(history.read_runs([str(run)]), "plot a")
+    assert "a: goodput 72%" in page and "21 s (72%)" in page and KINDS["lost"] in page
+    assert 'title="lost 2 s"' in page and page.count('class="bar"') == 1
+    assert "goodput" not in shown.page(history.read_runs([str(without)]), "plot b")
+    both = shown.page(history.read_runs([str(run), str(without)]), "plot a b")
+    assert both.count('class="bar"') == 1
 
 
 def test_a_folder_of_runs_is_read_and_so_is_a_run(runs, tmp_path):

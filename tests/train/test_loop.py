@@ -2,19 +2,22 @@
 
 import dataclasses
 import json
+import os
 import platform
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
 import pytest
+from etils import epath
 
 from gspmd_lm import config as configs
-from gspmd_lm import versions
+from gspmd_lm import files, versions
 from gspmd_lm.config import with_values
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.errors import InputError, RunFailed
@@ -23,10 +26,12 @@ from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
 from gspmd_lm.runtime import compiler
 from gspmd_lm.runtime.preemption import Agreement
+from gspmd_lm.train import progress
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.saving import Clock, SkippedSteps
 from gspmd_lm.workdir.checkpoint import Checkpoints
+from gspmd_lm.workdir.wall_time import read_totals
 from tests.train.runs import CPU, TRAIN, losses_of, rows_of, state_of
 
 
@@ -315,6 +320,17 @@ def test_a_run_is_saved_when_its_clock_says_so(run, small, straight, tmp_path, m
     assert losses_of(tmp_path) == {step: loss for step, loss in losses_of(straight[0]).items() if step <= 5}
 
 
+def test_the_time_of_all_starts_is_counted(run, tmp_path):
+    run(tmp_path).train(6)
+    assert read_totals(rows_of(tmp_path))["lost"] == 0
+    shutil.rmtree(tmp_path / "checkpoints" / "6")  # as if the run had been killed before
+    before = time.monotonic()
+    run(tmp_path).train(8)
+    took_s, totals = time.monotonic() - before, read_totals(rows_of(tmp_path))
+    assert totals["lost"] > 0 and totals["steps"] > 0 and totals["saves"] > 0 and totals["restore"] > 0
+    assert rows_of(tmp_path)[-1]["step"] == 8 and sum(totals.values()) > took_s / 2
+
+
 def test_a_trace_is_written(run, tmp_path):
     traced = run(tmp_path, profile=(1, 3))
     traced.train(4)
@@ -323,6 +339,30 @@ def test_a_trace_is_written(run, tmp_path):
     late = run(tmp_path, profile=(1, 3))
     late.train(5)
     assert "--profile=1:3 traces nothing, because the run goes from step 4 to 5" in late.console.file.getvalue()
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(run, tmp_path):
+    (tmp_path / "profile").write_text("in the way")
+    traced = run(tmp_path, profile=(1, 3))
+    traced.train(4)
+    said = traced.console.file.getvalue()
+    assert f"warning: the trace of steps 1 to 3 cannot be written to {tmp_path / 'profile'} (" in said
+    assert set(losses_of(tmp_path)) == {1, 2, 3, 4}
+
+
+def test_a_trace_of_a_remote_workdir_is_copied_there(tmp_path, monkeypatch):
+    """Files of an object store are written whole, as those of this folder are."""
+    folder, said, begin = epath.Path(tmp_path) / "run" / "profile", [], jax.profiler.start_trace
+    monkeypatch.setattr(files, "is_remote", lambda _: True)
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda place: said.append(place) or begin(place))
+    with progress.profile_steps((1, 2), 0, 3, folder, said.append) as at:
+        for step in range(3):
+            at(step)
+    local, line = said
+    assert line == f"trace of steps 1 to 2: {folder}"
+    assert not local.startswith(str(folder)) and not os.path.exists(local)
+    (trace,) = folder.glob("plugins/profile/*/*.xplane.pb")
+    assert trace.stat().length
 
 
 class Writer:

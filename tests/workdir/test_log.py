@@ -1,9 +1,14 @@
 """The log of a run: what it says of rows that are gone, or that no checkpoint belongs to."""
 
+import errno
+import os
+import types
+
 import pytest
 from etils import epath
 
 from gspmd_lm.config import Train
+from gspmd_lm.workdir import trackers
 from gspmd_lm.workdir.log import Log
 
 ROWS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n'
@@ -26,3 +31,96 @@ def test_rows_and_checkpoints_that_do_not_go_together_are_said(tmp_path, rows, s
     lines = []
     Log(epath.Path(tmp_path), start, Train(steps=1, trackers=()), {}, lines.append).close()
     assert lines == ([f"warning: {tmp_path / 'metrics.jsonl'}: {said}"] if said else [])
+
+
+def test_rows_that_cannot_be_written_are_written_later(tmp_path):
+    """As on a full disk, or where a folder has the name of the file."""
+    lines, path = [], tmp_path / "metrics.jsonl"
+    log = Log(epath.Path(tmp_path), 0, Train(steps=9, trackers=()), {}, lines.append)
+    log.write(1, {"loss": 3.0})
+    path.rename(tmp_path / "aside")
+    path.mkdir()
+    log.write(2, {"loss": 2.0})
+    log.write(3, {"loss": 1.0})
+    assert lines == [f"warning: {path}: Is a directory; the run goes on, and tries to write the rows later"]
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    log.write(4, {"loss": 0.5})
+    assert lines[1:] == [f"{path}: can be written again, and has all rows"]
+    assert path.read_text().splitlines() == [
+        f'{{"step": {step}, "loss": {loss}}}' for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0), (4, 0.5))
+    ]
+    path.unlink()
+    path.mkdir()
+    log.write(5, {"loss": 0.4})
+    log.close()
+    assert lines[-1] == f"warning: {path}: the last 1 rows are not written"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not run: there is no /dev/full here")
+def test_a_full_disk_is_said_with_the_words_of_the_system(tmp_path):
+    lines = []
+    log = Log(epath.Path(tmp_path), 0, Train(steps=9, trackers=()), {}, lines.append)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log.write(1, {"loss": 3.0})
+    assert lines == [
+        f"warning: {tmp_path / 'metrics.jsonl'}: {os.strerror(errno.ENOSPC)}; the run goes on, and tries to write the "
+        "rows later"
+    ]
+
+
+def test_a_row_of_which_a_part_was_written_is_taken_back(tmp_path, monkeypatch):
+    """The system writes as much as there is room for."""
+    lines, path = [], tmp_path / "metrics.jsonl"
+    log = Log(epath.Path(tmp_path), 0, Train(steps=9, trackers=()), {}, lines.append)
+    log.write(1, {"loss": 3.0})
+    whole = path.read_bytes()
+
+    class Cut:
+        def __init__(self, *given, **options):
+            self.file = path.open(*given, **options)
+
+        def __enter__(self):
+            return types.SimpleNamespace(
+                tell=self.file.tell, truncate=self.file.truncate, write=lambda text: self.file.write(text[:5])
+            )
+
+        def __exit__(self, *_):
+            self.file.close()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gspmd_lm.workdir.log.Path", lambda _: types.SimpleNamespace(open=Cut))
+        log.write(2, {"loss": 2.0})
+    assert path.read_bytes() == whole and os.strerror(errno.ENOSPC) in lines[0]
+    log.write(3, {"loss": 1.0})
+    assert len(path.read_bytes().splitlines()) == 3
+
+
+def test_a_tracker_that_cannot_start_ends_no_run(tmp_path, monkeypatch):
+    def refuse(**options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(trackers.sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    (tmp_path / "tensorboard").write_text("in the way")
+    lines = []
+    log = Log(epath.Path(tmp_path), 0, Train(steps=9, trackers=("wandb", "tensorboard")), {}, lines.append)
+    log.write(1, {"loss": 1.0})
+    log.close()
+    assert [line.partition(" (")[0] for line in lines] == ["warning: wandb failed", "warning: tensorboard failed"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
+def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path):
+    """Its own thread would end, and the queue that it empties would hold the run up without a word."""
+    lines = []
+    log = Log(epath.Path(tmp_path), 0, Train(steps=99, trackers=("tensorboard",)), {}, lines.append)
+    writer = log.trackers[0].writer.file_writer.event_writer._ev_writer
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer._py_recordio_writer.write = full
+    for step in range(1, 31):
+        log.write(step, {"loss": 1.0})
+    log.close()
+    assert len(lines) == 1 and "tensorboard failed" in lines[0] and os.strerror(errno.ENOSPC) in lines[0]
