@@ -45,8 +45,9 @@ class ModelTransfers(Transfers):
         """Adds all that the program does before its weights are updated."""
         graph = self.graph
         # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
-        self.blocks = {node.name.modules[:1] for node in graph.nodes if node.checkpoint_name == "layer_input"}
+        self.blocks = {node.name.modules for node in graph.nodes if node.checkpoint_name == "layer_input"}
         # Attention whose keys are made from an array that is whole: its queries stay where their tokens are.
+        self.summed = set[Node]()  # where sums of matmuls are placed in the residual stream
         self.with_whole_keys = {
             _module(matmul)
             for matmul in self.matmuls
@@ -132,7 +133,8 @@ class ModelTransfers(Transfers):
 
     def is_in_block(self, node: Node) -> bool:
         """Whether the backward pass computes an operation again, unless the policy keeps its result."""
-        within = not self.blocks or node.name.modules[:1] in self.blocks
+        modules = node.name.modules
+        within = not self.blocks or any(modules[: len(block)] == block for block in self.blocks)
         return within and self.rules.remat.policy != "none"
 
     def add_input_side(self, x: Node, readers: list[Matmul], matmuls: list[Matmul]) -> None:
@@ -163,6 +165,7 @@ class ModelTransfers(Transfers):
     def add_output_side(self, y: Node, matmuls: list[Matmul]) -> None:
         """Adds what several matmuls move whose outputs are summed into the residual stream, forward and backward."""
         stream = self.graph.written_to(y)
+        self.summed.add(stream)
         for _ in range(1 + self.is_summed_again(matmuls[0], y)):
             self.add_partial_sums(y, stream, matmuls, [matmul.input for matmul in matmuls], y.trip_count)
         if self.has_gradient(y):
@@ -383,16 +386,18 @@ class ModelTransfers(Transfers):
 
     def add_moves(self) -> None:
         """Adds what moves an array that is made without a matmul of another array, and is split otherwise."""
+        by_matmuls = {matmul.input for matmul in self.matmuls} | self.summed
         for node in self.graph.activations:
-            before = self.graph.before([node], past_matmuls=False)
-            if self.graph.gathered_from(node) or not before or before[0].array == node.array:
+            placed_before = self.graph.gathered_from(node)
+            before = [placed_before] if placed_before else self.graph.before([node], past_matmuls=False)
+            if (placed_before and node in by_matmuls) or not before or before[0].array == node.array:
                 continue
-            made_from, times = before[0], self.changes(node)
-            assert node.placed and made_from.placed
-            if (node.placed.axes, node.shape) == (made_from.placed.axes, made_from.shape):
-                self.transfer(node.bytes, self.sharding(made_from), self.sharding(node), times=times)
+            made_from, times, sharding = before[0], self.changes(node), self.sharding(node)
+            if made_from.shape == node.shape:  # dimension by dimension, whatever their axes are called
+                source = dict(zip(sharding, self.sharding(made_from).values(), strict=True))
+                self.transfer(node.bytes, source, sharding, times=times)
                 if self.has_gradient(node):
-                    self.transfer(node.bytes, self.sharding(node), self.sharding(made_from), times=times)
+                    self.transfer(node.bytes, sharding, source, times=times)
 
 
 def _module(matmul: Matmul) -> str:
