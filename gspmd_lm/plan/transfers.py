@@ -187,20 +187,6 @@ class Transfers:
         """Whether a matmul gives the logits: it is a part of the loss."""
         return LOSS in matmul.node.name.owners
 
-    def read_in_same_block(self, node: Node) -> bool:
-        """Whether a matmul of the same block reads the sum that is written here, so that recomputation needs it."""
-        waiting, seen = [node], {node}
-        while waiting:
-            for user in waiting.pop().users:
-                outside = user.checkpoint_name == "layer_input" or user.trip_count < node.trip_count
-                if user in seen or outside:
-                    continue
-                if user in self.matmul_inputs:
-                    return True
-                seen.add(user)
-                waiting.append(user)
-        return False
-
     def transfer(
         self,
         size_bytes: float,
