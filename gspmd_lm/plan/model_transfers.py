@@ -416,14 +416,20 @@ class ModelTransfers(Transfers):
         for node in self.graph.activations:
             placed_before = self.graph.gathered_from(node)
             before = [placed_before] if placed_before else self.graph.before([node], past_matmuls=False)
-            if (placed_before and node in by_matmuls) or not before or before[0].array == node.array:
+            if (placed_before and node in by_matmuls) or not before:
                 continue
-            made_from, times, sharding = before[0], self.changes(node), self.sharding(node)
-            if made_from.shape == node.shape:  # dimension by dimension, whatever their axes are called
-                source = dict(zip(sharding, self.sharding(made_from).values(), strict=True))
-                self.transfer(node.bytes, source, sharding, times=times)
+            made_from, times, target = before[0], self.changes(node), self.sharding(node)
+            source = self.sharding(made_from)
+            one_token = node.shape == tuple(
+                1 if axis == "seq" else size for axis, size in zip(source, made_from.shape, strict=True)
+            )
+            if made_from.array != node.array and made_from.shape == node.shape:
+                source = dict(zip(target, source.values(), strict=True))  # by dimension, whatever axes are called
+                self.transfer(node.bytes, source, target, times=times)
                 if self.has_gradient(node):
-                    self.transfer(node.bytes, sharding, source, times=times)
+                    self.transfer(node.bytes, target, source, times=times)
+            elif one_token and made_from.shape != node.shape:  # the devices that hold it send it to all
+                self.transfer(node.bytes, target, target, mesh_axes(source, "seq") - mesh_axes(target), times)
 
 
 def _module(matmul: Matmul) -> str:
