@@ -19,8 +19,10 @@ from collections.abc import Iterable
 from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import OUT, READ, Matmul, Node
 from gspmd_lm.model.parts.latent import K_ROPE
+from gspmd_lm.plan.operations import LINEAR
 from gspmd_lm.plan.traces import Part
 from gspmd_lm.plan.transfers import OF_KEYS, Parameter, Sharding, Transfers, mesh_axes, mesh_axes_except
+from gspmd_lm.sharding.remat_policy import KEPT_WITH_DOTS
 from gspmd_lm.sharding.shapes import Arrays
 
 _SHARED_KEY = K_ROPE.partition(":")[0]
@@ -45,8 +47,9 @@ class ModelTransfers(Transfers):
         """Adds all that the program does before its weights are updated."""
         graph = self.graph
         # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
-        self.blocks = {node.name.modules[:1] for node in graph.nodes if node.checkpoint_name == "layer_input"}
+        self.blocks = {node.name.modules for node in graph.nodes if node.checkpoint_name == "layer_input"} or {()}
         # Attention whose keys are made from an array that is whole: its queries stay where their tokens are.
+        self.summed = set[Node]()  # where sums of matmuls are placed in the residual stream
         self.with_whole_keys = {
             _module(matmul)
             for matmul in self.matmuls
@@ -132,8 +135,11 @@ class ModelTransfers(Transfers):
 
     def is_in_block(self, node: Node) -> bool:
         """Whether the backward pass computes an operation again, unless the policy keeps its result."""
-        within = not self.blocks or node.name.modules[:1] in self.blocks
-        return within and self.rules.remat.policy != "none"
+        return self.rules.remat.policy != "none" and self.block_of(node) is not None
+
+    def block_of(self, node: Node) -> tuple[str, ...] | None:
+        """The path of the block that an operation stands in; None outside of blocks."""
+        return next((block for block in self.blocks if node.name.modules[: len(block)] == block), None)
 
     def add_input_side(self, x: Node, readers: list[Matmul], matmuls: list[Matmul]) -> None:
         """Adds what one input of several matmuls moves, forward and backward. `matmuls`: those without adapters."""
@@ -163,6 +169,7 @@ class ModelTransfers(Transfers):
     def add_output_side(self, y: Node, matmuls: list[Matmul]) -> None:
         """Adds what several matmuls move whose outputs are summed into the residual stream, forward and backward."""
         stream = self.graph.written_to(y)
+        self.summed.add(stream)
         for _ in range(1 + self.is_summed_again(matmuls[0], y)):
             self.add_partial_sums(y, stream, matmuls, [matmul.input for matmul in matmuls], y.trip_count)
         if self.has_gradient(y):
@@ -172,9 +179,31 @@ class ModelTransfers(Transfers):
 
     def is_summed_again(self, matmul: Matmul, y: Node) -> bool:
         """Whether the backward pass computes the sum again that a matmul is a part of."""
-        kept = self.rules.remat.policy == "dots" or "residual" in self.saved
-        again = self.has_gradient(y) and not kept and self.is_in_block(matmul.node)
-        return again and self.read_in_same_block(self.graph.written_to(y))
+        return self.has_gradient(y) and self.is_in_block(matmul.node) and self.read_in_same_block(matmul, y)
+
+    def read_in_same_block(self, matmul: Matmul, y: Node) -> bool:
+        """Whether a derivative in the block of a matmul needs the sum that it is a part of, before a name keeps it."""
+        kept = {"layer_input", *self.saved, *(KEPT_WITH_DOTS if self.rules.remat.policy == "dots" else ())}
+        block, start = self.block_of(matmul.node), self.graph.written_to(y)
+        waiting, seen = [start], {start}
+        while waiting:
+            node = waiting.pop()
+            for user in node.users:
+                outside = user.trip_count < start.trip_count or self.block_of(user) != block
+                if user in seen or outside or user.checkpoint_name in kept:
+                    continue
+                if user in self.matmul_inputs or self.needs(user, node):
+                    return True
+                seen.add(user)
+                waiting.append(user)
+        return False
+
+    def needs(self, user: Node, node: Node) -> bool:
+        """Whether the derivative of an operation needs one of its operands."""
+        if user.primitive == "mul":
+            others = [one for one in user.inputs if one is not node]
+            return not others or any(map(self.has_gradient, others))
+        return user.primitive not in LINEAR
 
     def add_expert_gradient(self, matmul: Matmul, stream_end: Node) -> None:
         """Adds the reduction of the gradient of experts' weights, of which each device has a sum over its own tokens.
@@ -383,16 +412,24 @@ class ModelTransfers(Transfers):
 
     def add_moves(self) -> None:
         """Adds what moves an array that is made without a matmul of another array, and is split otherwise."""
+        by_matmuls = {matmul.input for matmul in self.matmuls} | self.summed
         for node in self.graph.activations:
-            before = self.graph.before([node], past_matmuls=False)
-            if self.graph.gathered_from(node) or not before or before[0].array == node.array:
+            placed_before = self.graph.gathered_from(node)
+            before = [placed_before] if placed_before else self.graph.before([node], past_matmuls=False)
+            if (placed_before and node in by_matmuls) or not before:
                 continue
-            made_from, times = before[0], self.changes(node)
-            assert node.placed and made_from.placed
-            if (node.placed.axes, node.shape) == (made_from.placed.axes, made_from.shape):
-                self.transfer(node.bytes, self.sharding(made_from), self.sharding(node), times=times)
+            made_from, times, target = before[0], self.changes(node), self.sharding(node)
+            source = self.sharding(made_from)
+            one_token = node.shape == tuple(
+                1 if axis == "seq" else size for axis, size in zip(source, made_from.shape, strict=True)
+            )
+            if made_from.array != node.array and made_from.shape == node.shape:
+                source = dict(zip(target, source.values(), strict=True))  # by dimension, whatever axes are called
+                self.transfer(node.bytes, source, target, times=times)
                 if self.has_gradient(node):
-                    self.transfer(node.bytes, self.sharding(node), self.sharding(made_from), times=times)
+                    self.transfer(node.bytes, target, source, times=times)
+            elif one_token and made_from.shape != node.shape:  # the devices that hold it send it to all
+                self.transfer(node.bytes, target, target, mesh_axes(source, "seq") - mesh_axes(target), times)
 
 
 def _module(matmul: Matmul) -> str:

@@ -23,7 +23,7 @@ NamedNodes = tuple[Node, ...]  # an array or operation is split over the mesh ax
 # Operations that make nothing new.
 _VIEWS = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
 # Operations whose derivative needs none of their values.
-_LINEAR = (
+LINEAR = (
     *_VIEWS,
     "add",
     "add_any",
@@ -344,7 +344,7 @@ class OpGraph:
         if node.primitive in ("mul", *MATMULS):
             first, second = node.inputs[0], node.inputs[:2][-1]
             return [one for one, other in ((first, second), (second, first)) if self._has_gradient(other)]
-        return () if node.primitive in _LINEAR else node.inputs
+        return () if node.primitive in LINEAR else node.inputs
 
     def _is_saved(self, node: Node, remat: Remat) -> bool:
         if node.primitive == "carry" or not self.in_block(node):

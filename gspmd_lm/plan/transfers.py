@@ -189,20 +189,6 @@ class Transfers:
         """Whether a matmul gives the logits: it is a part of the loss."""
         return LOSS in matmul.node.name.owners
 
-    def read_in_same_block(self, node: Node) -> bool:
-        """Whether a matmul of the same block reads the sum that is written here, so that recomputation needs it."""
-        waiting, seen = [node], {node}
-        while waiting:
-            for user in waiting.pop().users:
-                outside = user.checkpoint_name == "layer_input" or user.trip_count < node.trip_count
-                if user in seen or outside:
-                    continue
-                if user in self.matmul_inputs:
-                    return True
-                seen.add(user)
-                waiting.append(user)
-        return False
-
     def transfer(
         self,
         size_bytes: float,
@@ -283,7 +269,7 @@ class Transfers:
         whether the table is gathered anyway, as a tied one for the logits. Its two gradients are reduced apart.
         """
         ids, *_, width = table.sizes
-        placed, row_axes = self.sharding(rows), table.compute[ids]
+        placed, row_axes, known_over = self.sharding(rows), table.compute[ids], set[str]()
         token_axes, column_axes = mesh_axes_except(placed, *table.sizes), mesh_axes(table.storage, width)
         if row_axes:
             found = {axis: tuple(name for name in names if name not in row_axes) for axis, names in placed.items()}
@@ -300,7 +286,8 @@ class Transfers:
                 rows.itemsize if is_gathered else table.itemsize
             )  # one that is looked up where it rests is not cast
             gathered = [self.volume(table.elements * itemsize, table.storage, {})]
-            self.add_cheapest(at_rest, gathered, free=gathered if is_gathered else None)
+            way = self.add_cheapest(at_rest, gathered, free=gathered if is_gathered else None)
+            known_over = column_axes if way is at_rest else set()  # mesh axes over which ids are gathered already
         # Either the gradients of the tables are reduced, or the gradient of the rows is sent to the devices that hold
         # its columns, and is summed there.
         gradients = [(table, FLOAT32_BYTES)] if table.trained else []
@@ -314,7 +301,7 @@ class Transfers:
         ]
         rows_sent = [
             self.volume(rows.bytes, placed, {**remaining, **by_columns}),
-            self.token_ids(rows, token_axes, shared_axes - column_axes),
+            self.token_ids(rows, token_axes, shared_axes - known_over),
         ]
         rows_sent += [
             self.volume(like.elements * itemsize, by_columns, like.gradient, token_axes - shared_axes)
@@ -327,11 +314,12 @@ class Transfers:
         ids_bytes, other_axes = math.prod(rows.shape[:-1]) * _INT32_BYTES, token_axes - gathered_axes
         return self.volume(ids_bytes, {"batch": (*gathered_axes, *other_axes)}, {"batch": tuple(other_axes)})
 
-    def add_cheapest(self, *ways: list[Volume], times: int = 1, free: list[Volume] | None = None) -> None:
-        """Adds what the cheapest of several ways sends; nothing if that is `free`, which is added elsewhere."""
+    def add_cheapest(self, *ways: list[Volume], times: int = 1, free: list[Volume] | None = None) -> list[Volume]:
+        """Returns the cheapest of several ways, and adds what it sends; nothing if it is `free`, added elsewhere."""
         cheapest = min(ways, key=lambda way: sum(sum(volume.values()) for volume in way))
         for volume in [] if cheapest is free else cheapest:
             self.add(volume, self.microbatches * times, in_loop=times > 1)
+        return cheapest
 
     def add(self, volume: Volume, times_per_step: int, kind: str = "activations", in_loop: bool = False) -> None:
         transfers = [
