@@ -8,7 +8,7 @@ import pytest
 
 from gspmd_lm.config import Encoder, Frames, RelativePositions
 from gspmd_lm.foresight.propagation import read_step
-from gspmd_lm.model import ends
+from gspmd_lm.model import compose
 from gspmd_lm.model.families import decode
 from gspmd_lm.program.supported import Pass, attention_lacks
 from gspmd_lm.sharding import rules_file
@@ -139,10 +139,17 @@ def test_a_source_and_its_text_are_dropped_apart(small, monkeypatch):
     cfg, batch = small(**T5).model, pairs([10], [10], S=10)
     params = weights(cfg)
 
+    before_blocks = compose.before_blocks
+
     def keys(key):
         seen = []
-        note = lambda x_BTD, rate, keys_BT, site: seen.append(jax.random.key_data(keys_BT)) or x_BTD  # noqa: E731
-        monkeypatch.setattr(ends, "dropout", note)
+
+        def note(*arguments):
+            x_BTD, keys_BT = before_blocks(*arguments)
+            seen.append(jax.random.key_data(keys_BT))
+            return x_BTD, keys_BT
+
+        monkeypatch.setattr(compose, "before_blocks", note)
         decode(cfg, params, batch, key)
         return seen
 
