@@ -8,8 +8,8 @@ import pytest
 
 from gspmd_lm.config import Encoder, Frames, RelativePositions
 from gspmd_lm.foresight.propagation import read_step
-from gspmd_lm.model import compose
 from gspmd_lm.model.families import decode
+from gspmd_lm.model.parts import dropout
 from gspmd_lm.program.supported import Pass, attention_lacks
 from gspmd_lm.sharding import rules_file
 from tests.courses import agree, weights
@@ -137,21 +137,18 @@ def test_pairs_that_share_a_row_are_as_if_they_were_alone(model):
 def test_a_source_and_its_text_are_dropped_apart(small, monkeypatch):
     """Each has keys of its own, where their tokens have the same place."""
     cfg, batch = small(**T5).model, pairs([10], [10], S=10)
-    params = weights(cfg)
-
-    before_blocks = compose.before_blocks
+    params, token_keys = weights(cfg), dropout.token_keys
 
     def keys(key):
         seen = []
 
         def note(*arguments):
-            x_BTD, keys_BT = before_blocks(*arguments)
-            seen.append(jax.random.key_data(keys_BT))
-            return x_BTD, keys_BT
+            seen.append(token_keys(*arguments))
+            return seen[-1]
 
-        monkeypatch.setattr(compose, "before_blocks", note)
+        monkeypatch.setattr(dropout, "token_keys", note)
         decode(cfg, params, batch, key)
-        return seen
+        return [*map(jax.random.key_data, seen)]
 
     one_BTX, other_BTX = jax.jit(keys)(jax.random.key(0))
     assert (one_BTX != other_BTX).any(-1).all()
