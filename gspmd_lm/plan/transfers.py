@@ -8,7 +8,7 @@ What is sent to bring arrays from one sharding to another follows by logic on ax
   a mesh axis splits another dimension in use    its devices exchange pieces, all to all
 
 Scalars are left out, and what optimizers such as muon or adafactor sum over a split matrix. `explain` reads the trace
-of each step instead (foresight/propagation). To trace a step and to read it takes more than 100 times as long
+of each step instead (foresight/propagation): on two busy cores that took 102 ms for a layout, and this count 2.7 ms
 (`python -m benchmarks.plan pricing`). tests/plan/test_sent.py compares the two.
 """
 
