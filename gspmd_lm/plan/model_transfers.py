@@ -49,7 +49,6 @@ class ModelTransfers(Transfers):
         # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
         self.blocks = {node.name.modules for node in graph.nodes if node.checkpoint_name == "layer_input"} or {()}
         # Attention whose keys are made from an array that is whole: its queries stay where their tokens are.
-        self.summed = set[Node]()  # where sums of matmuls are placed in the residual stream
         self.with_whole_keys = {
             _module(matmul)
             for matmul in self.matmuls
@@ -100,12 +99,13 @@ class ModelTransfers(Transfers):
             else:
                 reads[matmul.input].append(matmul)
         adapted = {matmul.node for pair in adapters for matmul in pair}
+        writes = {y: group for y, group in writes.items() if y not in {first.output for first, _ in adapters}}
+        self.summed = {self.graph.written_to(y) for y in writes}  # where sums of matmuls are placed in the stream
         for x, group in reads.items():
             if x not in {second.input for _, second in adapters}:
                 self.add_input_side(x, group, [matmul for matmul in group if matmul.node not in adapted])
         for y, group in writes.items():
-            if y not in {first.output for first, _ in adapters}:
-                self.add_output_side(y, [matmul for matmul in group if matmul.node not in adapted])
+            self.add_output_side(y, [matmul for matmul in group if matmul.node not in adapted])
         for first, second in adapters:
             self.add_adapter(first, second)
         for matmul in {matmul.path: matmul for matmul in matmuls if matmul.node not in adapted}.values():
@@ -143,7 +143,7 @@ class ModelTransfers(Transfers):
 
     def add_input_side(self, x: Node, readers: list[Matmul], matmuls: list[Matmul]) -> None:
         """Adds what one input of several matmuls moves, forward and backward. `matmuls`: those without adapters."""
-        stream = self.graph.gathered_from(x)
+        stream = None if x in self.summed else self.graph.gathered_from(x)
         # What comes from outside of a loop is gathered once for all its iterations, and so is the sum of its gradients.
         times = self.changes(stream or x)
         if stream:
@@ -169,7 +169,6 @@ class ModelTransfers(Transfers):
     def add_output_side(self, y: Node, matmuls: list[Matmul]) -> None:
         """Adds what several matmuls move whose outputs are summed into the residual stream, forward and backward."""
         stream = self.graph.written_to(y)
-        self.summed.add(stream)
         for _ in range(1 + self.is_summed_again(matmuls[0], y)):
             self.add_partial_sums(y, stream, matmuls, [matmul.input for matmul in matmuls], y.trip_count)
         if self.has_gradient(y):
