@@ -15,6 +15,7 @@ PACKAGE = Path(files.__file__).parent
 OF_OURS = {
     "files.py", "runtime/processes.py", "workdir/compatible.py", "data/chat.py", "data/labelled.py",
     "data/pairs.py", "foresight/compile.py", "foresight/report.py", "foresight/hlo/instruction.py",
+    "explore/jobs.py", "explore/worker.py", "plan/row_changes.py", "runtime/watchdog.py",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ SETTINGS = {
     "swin": [IMAGE | {"windows": Windows(size=2)}],
     "sam": [
         IMAGE | {"classes": None, "masks": Masks(embed=32)},
-        IMAGE | {"windows": Windows(size=2), "masks": Masks(embed=32)},
+        IMAGE | {"classes": None, "windows": Windows(size=2), "masks": Masks(embed=32)},
     ],
     "clip": [SEEN],
     "blip2": [READ, READ | SOURCE],

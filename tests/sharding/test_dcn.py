@@ -24,8 +24,8 @@ def devices(platform, count, per_host, per_slice=0):
     [
         (devices("cuda", 8, 8), {"data": 2}, "the devices are 1 host, the rules say 2", "--set rules.dcn={}"),
         (devices("cuda", 8, 4), {"data": 4}, "the devices are 2 hosts, the rules say 4", "rules.dcn.data=2"),
-        (devices("tpu", 8, 4, 4), {}, "the devices are 2 slices, the rules say 1", "rules.dcn.data=2"),
-        (devices("tpu", 8, 4, 2), {"data": 2}, "the devices are 4 slices, the rules say 2", "rules.dcn.data=4"),
+        (devices("tpu", 8, 4, 3), {}, "no axis of the mesh can cross 3 slices", "a mesh with data=3, say"),
+        (devices("tpu", 8, 4, 2), {"data": 2}, "the devices are 4 slices, the rules say 2", "--set rules.dcn=auto"),
     ],
 )
 def test_dcn_that_the_devices_do_not_have(there, dcn, message, fix):

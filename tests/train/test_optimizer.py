@@ -184,9 +184,8 @@ def test_a_schedule_that_is_longer_than_the_run_is_a_warning():
 
 @pytest.mark.parametrize("wrong", [{"eps": 0.0}, {"eps": 1e-60}, {"b1": 1 - 1e-9}, {"b2": 1 - 1e-9}], ids=str)
 def test_what_would_divide_by_zero_in_float32_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"should be less than or equal to|must be 1e-30 or more"):
+    with pytest.raises(ValueError, match=r"should be (less|greater) than or equal to"):
         configs.Optimizer(**wrong)
-    assert configs.Optimizer(name="lion", eps=0.0)  # which does not read it
 
 
 def test_clipping_is_by_the_global_norm(small):
