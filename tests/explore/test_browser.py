@@ -201,6 +201,9 @@ def test_a_layout_is_pinned_and_compared(bench):
     bench.expect(".figure .change.good, .figure .change.bad").not_to_have_count(0)
     bench.expect("#layer .flow").not_to_have_count(0)
     bench.expect("#layer .what:has-text('reduce-scatter')").not_to_have_count(0)
+    bench.expect("#changes .rows > li").to_have_count(1)
+    bench.expect("#changes .rows > li > code").to_have_text("+ rules.residual.seq: tensor")
+    bench.expect("#changes .rows").to_contain_text("all-reduces")
     bench.page.click("#pin")
     bench.expect(".figure .change").to_have_count(0)
 
