@@ -182,7 +182,7 @@ def describe_transfer(one: Transfer, name: str, rows: Sequence[str]) -> dict[str
         "row": rows[0] if rows else None,
         "rows": list(rows),
         "line": None,
-        "source": None,
+        "source": one.source or None,
         "because": f"{name}{again}: {_WORDS.get(one.kind, one.kind)} over {one.mesh_axes}{cause}",
     }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from gspmd_lm.errors import RunFailed
 from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.source_lines import source_line
 
 # Instructions that make no new buffer: they name, take apart or hand on what others made.
 _NO_BUFFER = {
@@ -148,7 +149,7 @@ def _bytes(number: str, unit: str) -> int:
 
 def _source(text: str) -> str:
     match = re.search(r'source_file="([^"]*)" source_line=(\d+)', text)
-    return hlo.source_line(match[1], match[2]) if match else ""
+    return source_line(match[1], match[2]) if match else ""
 
 
 def _op(op_name: str) -> str:

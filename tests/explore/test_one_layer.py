@@ -1,6 +1,7 @@
 """One layer, forward and backward: its collectives are those that the trace must send, each with its row."""
 
 import collections
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from gspmd_lm.explore.inputs import Inputs
 from gspmd_lm.explore.layer import TRIFLE_BYTES
 from gspmd_lm.explore.subject import Subject
 from gspmd_lm.foresight.propagation import read_train
+
+ROOT = Path(__file__).parents[2]
 
 TEXT = """\
 mesh: {fsdp: 2, tensor: 4}
@@ -82,6 +85,10 @@ def test_each_collective_has_its_row_its_line_and_a_sentence(figures):
     summed = next(one for one in layer["collectives"] if one["kind"] == "all-reduce" and one["phase"] == "forward"
                   and one["array"] == "layers.mlp.w_down")  # fmt: skip
     assert summed["row"] == "rules: mlp: tensor"
+    # The line is that of the model which multiplies, not that of the package's functions which gather.
+    file, line = wq["source"].split(":")
+    assert file == "gspmd_lm/model/attention.py"
+    assert "project(" in (ROOT / file).read_text().splitlines()[int(line) - 1]
 
 
 def test_blocks_have_the_times_of_the_estimate(figures):

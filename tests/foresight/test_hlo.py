@@ -6,7 +6,7 @@ import saved_programs
 from saved_programs import program, saved
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight import hlo, source_lines
 from gspmd_lm.foresight.hlo.work import groups, parse_groups
 
 
@@ -239,7 +239,7 @@ def test_the_folder_of_a_clone_may_have_the_name_of_the_package():
         "src/gspmd_lm/gspmd_lm/model/layers.py": "gspmd_lm/model/layers.py:7",
         "src/gspmd_lm/examples/mixer.py": "examples/mixer.py:7",
     }
-    assert {file: hlo.source_line(file, 7) for file in lines} == lines
+    assert {file: source_lines.source_line(file, 7) for file in lines} == lines
 
 
 def test_lines_of_libraries_tell_little_and_those_of_installed_models_do():
@@ -249,7 +249,7 @@ def test_lines_of_libraries_tell_little_and_those_of_installed_models_do():
         "/usr/lib/python3.12/functools.py": "",
         "src/gspmd_lm/gspmd_lm/foresight/any_step.py": "",
     }
-    assert {file: hlo.source_line(file, 7) for file in lines} == lines
+    assert {file: source_lines.source_line(file, 7) for file in lines} == lines
 
 
 def test_source_file_in_the_metadata_itself():

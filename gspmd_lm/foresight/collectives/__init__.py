@@ -9,13 +9,12 @@ from gspmd_lm.foresight.collectives.def_use import ancestors, def_chain, is_oper
 from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, moved_tensors
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.hlo import Instruction, Module
+from gspmd_lm.foresight.source_lines import choose_line
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.sharding.op_names import OpName, parse, state_array, tensor_names
 from gspmd_lm.sharding.rules import TABLES, Rules
 
 NEAR = 30  # how many users and ancestors are looked at for the name of a tensor that has none
-# Files whose lines say less than those that call them.
-_GENERAL = ("gspmd_lm/sharding/", "gspmd_lm/model/weights.py")
 SUM, SCATTERED_SUM, GATHER, OTHER = "sum", "scattered sum", "gather", "other"  # what a movement does
 
 
@@ -67,7 +66,7 @@ def find(
             bytes_per_device_per_step=tensor.sent_bytes * executions,
             phase=origin.name.phase,
             op=path,
-            source=next(filter(None, map(_source, origin.instructions)), ""),
+            source=next(filter(None, (choose_line(one.sources) for one in origin.instructions)), ""),
             rules=rows,
             overlapped=tensor.overlapped,
             group_size=tensor.op.group_size,
@@ -217,12 +216,6 @@ def _name_and_causes(
     else:
         does = OTHER
     return weight or name.path or "step", attribution.rows(does, name, mesh_axes, weight, new_weight)
-
-
-def _source(instruction: Instruction) -> str:
-    """The innermost line that is not one of the package's general functions."""
-    of_callers = (source for source in instruction.sources if not source.startswith(_GENERAL))
-    return next(of_callers, instruction.source)
 
 
 class Attribution:

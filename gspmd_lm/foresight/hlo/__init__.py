@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.hlo.instruction import COMMENT, QUOTED, Instruction, Tables, attributes_of, comma_separated
-from gspmd_lm.foresight.hlo.instruction import source_line as source_line
 from gspmd_lm.foresight.hlo.shape import ARRAY, HOST_SPACE, Shape
 from gspmd_lm.foresight.hlo.shape import Array as Array
 

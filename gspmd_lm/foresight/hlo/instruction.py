@@ -11,12 +11,12 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.hlo import values, work
 from gspmd_lm.foresight.hlo.shape import Shape
+from gspmd_lm.foresight.source_lines import source_line
 from gspmd_lm.sharding import op_names
 
 if TYPE_CHECKING:
@@ -42,28 +42,6 @@ _BRACKET = re.compile(QUOTED + r"|[{}()\[\],]", re.S)
 _ATTRIBUTE = re.compile(r"\s*([\w\-]+)=", re.S)
 _METADATA = re.compile(rf"(\w+)=({QUOTED}|[^\s}}]+)", re.S)
 _FIELD = re.compile(r"(\w+)=(\d+)")
-# Paths whose lines tell little: libraries of layers and optimizers, Python's own, and what calls a step to compile it.
-_TELL_LITTLE = re.compile(
-    r"-packages/(jax|jaxlib|flax|optax|chex|einops|equinox|haiku|numpy)/|/lib/python[\d.]*/(?!(site|dist)-packages/)"
-    r"|gspmd_lm/(foresight/|sharding/(of_flax|products)\.)|<frozen"
-)
-_PACKAGE = frozenset(entry.name for entry in Path(__file__).parents[2].iterdir())  # its folders and files
-
-
-def in_package(file: str) -> str:
-    """The path of a file of this package, from its root; '' for other files, such as an example in a clone.
-
-    The folder of a clone may have the package's name too.
-    """
-    rest = file.rpartition("gspmd_lm/")[2]
-    return f"gspmd_lm/{rest}" if rest != file and rest.split("/")[0] in _PACKAGE else ""
-
-
-def source_line(file: str, line: int | str) -> str:
-    """file:line of this package, from its root, or of other code, from its folder; '' for what tells little."""
-    if _TELL_LITTLE.search(file):
-        return ""
-    return f"{in_package(file) or '/'.join(file.split('/')[-2:])}:{line}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from gspmd_lm.foresight import equations
+from gspmd_lm.foresight import equations, source_lines
 from gspmd_lm.foresight.propagation.record import Record, Transfer
 from gspmd_lm.foresight.propagation.sharding import (
     ArraySharding,
@@ -181,6 +181,7 @@ class Reader:
                     times_per_step=self.times(source.loop_depth),
                     phase=operation.phase,
                     chosen=chosen,
+                    source=source_lines.line_of_equation(operation.equation),
                 )
             )
 

@@ -30,6 +30,7 @@ class Transfer(NamedTuple):
     times_per_step: int
     phase: str  # forward, backward, recomputation, optimizer
     chosen: bool  # by the reader, between ways to compute an operation whose operands do not fit each other
+    source: str = ""  # the line of the model: gspmd_lm/model/mlp.py:50
 
     @property
     def bytes_per_step(self) -> float:
