@@ -60,8 +60,9 @@ def test_one_message_names_what_is_gone_and_the_run_goes_on_where_it_was(harm, t
     message, fix = said.rstrip().splitlines()[-2:]
     assert str(workdir) in message and re.search(r"; steps? \d+( to \d+)? (is|are) not saved$", message), said
     assert fix.startswith("  fix   "), said
-    if harm in (moved, emptied):
+    if harm is not read_only:
         shutil.rmtree(workdir, ignore_errors=True)  # of the save that was being written
+    if harm in (moved, emptied):
         workdir.with_name("elsewhere").rename(workdir)
     elif harm is read_only:
         for folder in (workdir, workdir / "checkpoints"):
