@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import is_remote
+from gspmd_lm.foresight import explain
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.launch.job import Job
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.train import state
+from gspmd_lm.train import decoder, state
 from gspmd_lm.units import human_bytes
 
 SURELY_TOO_MUCH = 1.25  # an estimate this much above what a chip has is no error of the estimate
@@ -40,7 +41,8 @@ def check_layout(config: Config, rules: Rules, target: Target, place_name: str) 
     yield from map(str, warnings)
     if target.chip is None:
         return
-    needed, there = Estimator(config, target).estimate(filled).peak_bytes, target.chip.usable_hbm_bytes
+    settled = explain.settle_layout(decoder.task(config), rules, target)
+    needed, there = Estimator(config, target).estimate(settled).peak_bytes, target.chip.usable_hbm_bytes
     figures = f"{human_bytes(needed)} a device, and {target.chip.name} has {human_bytes(there)}"
     if needed > SURELY_TOO_MUCH * there:
         fix = f"plan --config={config.name} --target={target.text} finds a layout that fits"

@@ -4,7 +4,13 @@ import shutil
 
 import pytest
 
-from gspmd_lm import cli
+from gspmd_lm import api, cli
+from gspmd_lm.foresight import explain
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.launch import checks
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.train import decoder
+from gspmd_lm.units import human_bytes
 from tests.launched import ROOT
 
 FILE = """
@@ -102,3 +108,13 @@ def test_the_files_of_this_folder_and_the_code_are_sent(file, capsys, monkeypatc
                               "--workdir=gs://bucket/runs/one --compile_cache=gs://bucket/runs/compiled"]  # fmt: skip
     assert (file.at.parent / "runs/one.launch/1/0.log").read_text().startswith("step 9/9")
     assert "the run is finished" in capsys.readouterr().out
+
+
+def test_memory_is_that_of_the_attention_kernel_that_will_run():
+    """XLA's attention would hold all scores, and launch would refuse a layout that fits."""
+    config, target = api.load_config("llama3_8b", ["data.batch=256", "data.seq=8192"]), targets.parse("v5e:16x16")
+    rules = api.load_rules("fsdp_tp")
+    settled = explain.settle_layout(decoder.task(config), rules, target)
+    needed = Estimator(config, target).estimate(settled).peak_bytes
+    (line,) = checks.check_layout(config, rules, target, "tpu-vm")
+    assert line.startswith(f"memory: about {human_bytes(needed)} a device")
