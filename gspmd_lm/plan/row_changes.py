@@ -12,6 +12,7 @@ from typing import Any
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import table
+from gspmd_lm.foresight.explain import settle_layout
 from gspmd_lm.foresight.table import PlacedArray, Spec
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.estimate import Estimate, Estimator
@@ -21,7 +22,6 @@ from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.problems import flow
 from gspmd_lm.sharding.rules import TABLES, Rules
 from gspmd_lm.train import state
-from gspmd_lm.train.choices import settle_rules
 
 SCHEMA = 1  # of the JSON: counted up when a key changes its meaning or goes away
 
@@ -218,7 +218,7 @@ def _idle_axes(rules: Rules) -> set[str]:
 
 def _layout(estimator: Estimator, filled: Rules) -> _Layout:
     traces = estimator.traces
-    rules = settle_rules(traces.task, filled, estimator.target.processor)
+    rules = settle_layout(traces.task, filled, estimator.target)
     recorder = state.record_arrays(traces.task, traces.arrays, rules.microbatches, rules)
     arrays = table.rows(traces.task, rules, traces.arrays, recorder.arrays, recorder.used)
     return _Layout(
