@@ -12,7 +12,7 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.problems import flow
-from gspmd_lm.sharding.rules import CONTEXTS, EXPERT_BUFFER, KERNELS, MESH_AXES
+from gspmd_lm.sharding.rules import CONTEXTS, EXPERT_BUFFER, KERNELS, MESH_AXES, divisors
 from gspmd_lm.sharding.rules_keys import RulesFile
 from gspmd_lm.show import config_keys
 
@@ -46,7 +46,7 @@ def list_controls(text: str, target: Target) -> list[dict[str, Any]]:
     made = []
     for axis, size in mesh.items() if isinstance(mesh, dict) else ():
         about = MESH_MEANINGS.get(axis, "")
-        made.append(_control(f"mesh.{axis}", "number", size, _sizes(target.devices), about, label=axis))
+        made.append(_control(f"mesh.{axis}", "number", size, divisors(target.devices), about, label=axis))
     remat = plain.get("remat", "none")
     known = [*REMATS] if remat in REMATS else [*REMATS, flow(remat)]
     made += [
@@ -88,11 +88,6 @@ def _control(
         "choices": choices,
         "meaning": about or meanings().get(name, ""),
     }
-
-
-def _sizes(devices: int) -> list[int]:
-    """The sizes that a mesh axis may have: the divisors of the number of devices."""
-    return [size for size in range(1, devices + 1) if devices % size == 0]
 
 
 def set_control(text: str, target: Target, name: Any, value: Any) -> str:

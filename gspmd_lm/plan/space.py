@@ -32,7 +32,7 @@ from gspmd_lm.program.supported import kernel_choice
 from gspmd_lm.program.task import Task
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file, slices
-from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules
+from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules, divisors
 from gspmd_lm.train.choices import settle_rules
 from gspmd_lm.train.state import attention_pass
 from gspmd_lm.units import plural
@@ -156,7 +156,7 @@ class Space:
         """Mesh, dcn and the three tables."""
         devices, roles = self.target.devices, self.roles
         for stage, tensor, context, expert in itertools.product(
-            variants.stage_counts(self.task, self.target), _divisors(devices), self._contexts, self._experts
+            variants.stage_counts(self.task, self.target), divisors(devices), self._contexts, self._experts
         ):
             inner = stage * tensor * context * expert
             if stage > 1 and context > 1:
@@ -164,7 +164,7 @@ class Space:
             hidden = [axis for axis in roles.hidden if roles.divides(axis, tensor)]
             if (tensor > 1 and (tensor > MOST_TENSOR or not hidden)) or devices % inner:
                 continue
-            for data in _divisors(devices // inner):
+            for data in divisors(devices // inner):
                 fsdp = devices // inner // data
                 if self.task.rows % (stage * data * fsdp * expert):
                     continue
@@ -197,13 +197,13 @@ class Space:
         """The numbers of shards that a sequence may be split into."""
         positions = max((size for axis in self.roles.sequence for size in self.roles.sizes[axis]), default=0)
         most = positions // LEAST_POSITIONS if positions >= LONG else 1
-        return [n for n in _divisors(self.target.devices) if n <= most and positions % (2 * n) == 0] or [1]
+        return [n for n in divisors(self.target.devices) if n <= most and positions % (2 * n) == 0] or [1]
 
     @functools.cached_property
     def _experts(self) -> list[int]:
         """The numbers of shards that the groups may be split into."""
         groups, devices = self.roles.groups, self.target.devices
-        return [n for n in _divisors(devices) if n == 1 or (groups and all(self.roles.divides(g, n) for g in groups))]
+        return [n for n in divisors(devices) if n == 1 or (groups and all(self.roles.divides(g, n) for g in groups))]
 
     def _states(self, data: int, fsdp: int, context: int) -> list[dict[str, Any]]:
         """The tables of weights and of the optimizer: whole, ZeRO-1 over data, ZeRO-3 over fsdp and context."""
@@ -387,8 +387,3 @@ def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> R
     sequence = dict.fromkeys(row.rpartition(".")[2] for row in between) if splits_sequence else {}
     sizes_of = {axis: tuple(several) for axis, several in sizes.items()}
     return Roles(rows, (*width, *inside), tuple(hidden), tuple(between), tuple(groups), tuple(sequence), sizes_of)
-
-
-def _divisors(number: int) -> list[int]:
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return low + [number // n for n in reversed(low) if n * n < number]

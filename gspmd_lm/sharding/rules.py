@@ -368,3 +368,9 @@ class Rules:
                 place, fix = self.place(f"mesh.{name}", size), f"map an axis to {name}, or drop it"
                 problems.append(Problem(message, place, fix, warning=True, code="work-repeated"))
         return problems
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in order: of a number of devices, the sizes that a mesh axis may have."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n < number]

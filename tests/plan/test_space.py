@@ -11,7 +11,7 @@ from gspmd_lm.config import LatentAttention, core_yaml
 from gspmd_lm.plan import space
 from gspmd_lm.plan.space import describe
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.rules import Remat
+from gspmd_lm.sharding.rules import Remat, divisors
 from gspmd_lm.train import state
 
 # What a rules file may say and a plan may choose. Options of a compiler are left alone.
@@ -159,9 +159,9 @@ def test_names_to_keep_are_those_of_the_model(llama, small, space_of, mixer):
 
 
 def test_numbers_are_divided_whatever_their_size():
-    assert space._divisors(360) == [n for n in range(1, 361) if 360 % n == 0]
-    assert space._divisors(49) == [1, 7, 49]
-    assert len(space._divisors(10**12)) == 169  # at once: only up to the root
+    assert divisors(360) == [n for n in range(1, 361) if 360 % n == 0]
+    assert divisors(49) == [1, 7, 49]
+    assert len(divisors(10**12)) == 169  # at once: only up to the root
 
 
 def test_what_there_is_no_time_for_is_counted(config, space_of, found):
