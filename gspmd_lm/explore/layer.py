@@ -5,6 +5,7 @@ The collectives are those that the trace of the whole step must send, as the low
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -55,6 +56,16 @@ class _View:
     graph: DataflowGraph
     estimator: Estimator
     known: Mapping[str, int]
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, PlacedArray]:
+        """All arrays by their paths."""
+        return {array.path: array for array in self.placed}
+
+    @functools.cached_property
+    def attribution(self) -> Attribution:
+        """What finds the rows behind a transfer."""
+        return Attribution(self.rules, {path: array.axes for path, array in self.arrays.items()}, self.graph)
 
     def show(self, reading: Reading) -> dict[str, Any]:
         names = self._blocks()
@@ -116,7 +127,7 @@ class _View:
         return network.time_s(one.kind, one.bytes / sent_bytes(one.kind, 1.0, len(group[0])), group)
 
     def _exposed_shares(self, sent: Iterable[Transfer], times: Iterable[float | None]) -> dict[str, float]:
-        """Mesh axes -> the share of their transfers that is exposed, which the estimate knows of all of them alone."""
+        """Mesh axes -> the exposed share of all transfers over them. The estimate does not know it of a single one."""
         total = collections.defaultdict[str, float](float)
         for one, seconds in zip(sent, times, strict=True):
             total[one.mesh_axes] += (seconds or 0.0) * one.times_per_step
@@ -125,9 +136,8 @@ class _View:
 
     def _array(self, one: Transfer, taken: "collections.Counter[Any]") -> str:
         """The array that a transfer moves: a weight that is gathered is known by its shape, the next of those alike."""
-        known = {array.path: array for array in self.placed}
-        if one.array in known:
-            is_gathered = one.kind == "all-gather" and not _same_size(known[one.array], one.shape)
+        if one.array in self.arrays:
+            is_gathered = one.kind == "all-gather" and not _same_size(self.arrays[one.array], one.shape)
             return "" if is_gathered else one.array  # of a product that is summed, its weight
         if one.kind != "all-gather":
             return ""
@@ -145,9 +155,8 @@ class _View:
 
     def _rows(self, one: Transfer, array: str) -> list[Any]:
         """The rows behind a transfer, by the rule with which `explain` attributes compiled collectives."""
-        attribution = Attribution(self.rules, {placed.path: placed.axes for placed in self.placed}, self.graph)
         over = tuple(one.mesh_axes.split("+"))
-        weights = set(self.graph.weights)
+        weights = self.graph.weights
         owners = _owners(one.array) if one.kind != "all-gather" or array not in weights else (array,)
         owners = tuple(path for path in owners if path in weights or path == LOSS)
         modules = () if owners else tuple(one.array.split("."))
@@ -157,13 +166,17 @@ class _View:
             one.kind == "reduce-scatter"
             and one.phase == "backward"
             and len(owners) == 1
-            and _is_weight(one, self.placed, owners[0])
+            and self._is_weight(one, owners[0])
         ):
             name = dataclasses.replace(name, table="optimizer", array=owners[0])
-        keys = attribution.rows(_DOES.get(one.kind, OTHER), name, over, weight, "")
+        keys = self.attribution.rows(_DOES.get(one.kind, OTHER), name, over, weight, "")
         rows = [row for row in self.rules.rows if row.key in keys]
         split = [row for row in rows if {*over} & {*row.mesh_axes}]
         return split or rows
+
+    def _is_weight(self, one: Transfer, path: str) -> bool:
+        """Whether a transfer has the shape of a weight, or of one of its layers: it is that of its gradient."""
+        return path in self.arrays and _same_size(self.arrays[path], one.shape)
 
 
 def describe_transfer(one: Transfer, name: str, rows: Sequence[str]) -> dict[str, Any]:
@@ -192,11 +205,6 @@ def _owners(array: str) -> tuple[str, ...]:
     first, *others = array.split("+")
     module = first.rpartition(".")[0]
     return (first, *(other if "." in other else f"{module}.{other}".lstrip(".") for other in others))
-
-
-def _is_weight(one: Transfer, placed: Iterable[PlacedArray], path: str) -> bool:
-    """Whether a transfer has the shape of a weight, or of one of its layers: it is that of its gradient."""
-    return any(array.path == path and _same_size(array, one.shape) for array in placed)
 
 
 def _same_size(array: PlacedArray, shape: Sequence[int]) -> bool:
