@@ -41,7 +41,7 @@ class _Background:
         """Takes an answer of the job."""
 
     async def run(self, inputs: Inputs) -> None:
-        """Runs the job. One that runs already is stopped."""
+        """Runs the job until it has ended. If it still runs from an earlier call, that run is stopped first."""
         self.stop()
         self._runs += 1
         number, ended = self._runs, False

@@ -26,7 +26,7 @@ class FileExists(InputError):
 
 
 class Workbench:
-    """One layout that is edited, and what its server tells of it. Everything happens in one event loop."""
+    """The state of one layout while a person edits it. All methods are called in one event loop."""
 
     def __init__(self, inputs: Inputs, subject: bytes):
         self.inputs = inputs

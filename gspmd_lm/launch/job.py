@@ -57,7 +57,7 @@ class Job:
 
     @property
     def target(self) -> Target | None:
-        """The hardware that `accelerator` names; None if it names none. Raises InputError if there is none of it."""
+        """The hardware that `accelerator` names; None if it is empty. Raises InputError for an unknown one."""
         try:
             return targets.parse(self.accelerator) if self.accelerator else None
         except InputError as error:

@@ -191,7 +191,7 @@ class TpuVm(Place):
 
 
 class QueuedResource(TpuVm):
-    """A slice that is waited for in Google Cloud's queue. The request and its slice have the same name."""
+    """A slice that Google Cloud creates when a queued request reaches capacity. Request and slice share one name."""
 
     def state(self) -> State:
         found = self._describe("queued-resources")

@@ -1,4 +1,4 @@
-"""The meeting of the processes of a run, before jax is asked to join them.
+"""A check that all processes of a run reach each other, made before `jax.distributed.initialize`.
 
 jax ends a process that waits in vain with a stack trace of C++, and one whose port is taken with a segmentation fault.
 So the processes first meet at the same port by themselves. They say who is missing, and what is wrong with the address.

@@ -119,7 +119,7 @@ class ShownDryRun(str):
         return text
 
     def draw(self, *names: str, width: int = 120) -> str:
-        """Arrays as blocks, each with the numbers of the devices that hold it. Raises InputError for other names."""
+        """The picture of some arrays for a terminal. Raises InputError for a name that no array has."""
         return text_of(lambda console: dry_runs.draw(self.dry_run, names, console), width)
 
     def _repr_html_(self) -> str:

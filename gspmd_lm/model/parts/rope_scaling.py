@@ -19,7 +19,7 @@ def _interpolate(scaling: RopeScaling, dim: int, theta: float, length: int | jax
 
 
 def _blend(scaling: RopeScaling, frequency: jax.Array, kept: float | jax.Array) -> jax.Array:
-    """Frequencies of which the share `kept` stays, while the rest is divided by the factor."""
+    """The frequencies where `kept` is 1, divided by the factor where it is 0, and interpolated in between."""
     return frequency * (kept + (1 - kept) / scaling.factor)
 
 
