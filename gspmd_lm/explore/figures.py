@@ -12,6 +12,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.explore import fixes, rows
 from gspmd_lm.explore.changes import changes
 from gspmd_lm.explore.controls import describe_names
+from gspmd_lm.explore.display import describe_problem
 from gspmd_lm.explore.headline import headline
 from gspmd_lm.explore.inputs import SIMULATED, Inputs
 from gspmd_lm.explore.layer import read_layer
@@ -156,17 +157,9 @@ def describe_error(error: InputError, inputs: Inputs) -> list[dict[str, Any]]:
     """The problems that an error tells, in its words, each at its line."""
     if isinstance(error, ShardingError) and error.causes:
         known = rows.lines(inputs.text)
-        return [_describe(message, problem, inputs, known) for message, problem in error.causes]
+        return [_describe(message, found, inputs, known) for message, found in error.causes]
     message, _, fix = str(error).partition("\n  fix   ")
-    return [
-        {
-            "line": _yaml_line(message, inputs),
-            "message": message,
-            "fix": fix or None,
-            "fix_text": False,
-            "warning": False,
-        }
-    ]
+    return [describe_problem(message, fix, _yaml_line(message, inputs))]
 
 
 def _yaml_line(message: str, inputs: Inputs) -> int | None:
@@ -175,14 +168,8 @@ def _yaml_line(message: str, inputs: Inputs) -> int | None:
     return int(found[-1]) if found else None
 
 
-def _describe(message: str, problem: Problem, inputs: Inputs, known: Mapping[str, int]) -> dict[str, Any]:
+def _describe(message: str, found: Problem, inputs: Inputs, known: Mapping[str, int]) -> dict[str, Any]:
     head, _, rest = message.partition("\n  fix   ")
-    edits = fixes.find_edits(problem, inputs.path)
-    return {
-        "line": rows.line_of(problem.row, inputs.path, known),
-        "message": head,
-        "fix": rest or None,
-        "fix_text": bool(edits),
-        "warning": problem.warning,
-        "edits": edits,
-    }
+    edits = fixes.find_edits(found, inputs.path)
+    line = rows.line_of(found.row, inputs.path, known)
+    return describe_problem(head, rest, line, fix_text=bool(edits), warning=found.warning, edits=edits)

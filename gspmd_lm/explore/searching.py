@@ -26,20 +26,20 @@ def search_layouts(subject: Subject, inputs: Inputs, answer: Callable[[dict[str,
         raise InputError("a step of one's own has no rules file, so there are no layouts to search")
     numbers: dict[str, int] = {}
     waiting: list[dict[str, Any]] = []
-    told = time.monotonic()
+    answered_s = time.monotonic()
 
     def see(one: Candidate) -> None:
-        nonlocal told
+        nonlocal answered_s
         number = numbers.setdefault(json.dumps(one.raw), len(numbers))
         waiting.append(describe(number, one, has_times=target.chip is not None))
-        if one.compiled or time.monotonic() - told > EACH_S:
+        if one.compiled or time.monotonic() - answered_s > EACH_S:
             tell("")
 
     def tell(line: str) -> None:
-        nonlocal told
+        nonlocal answered_s
         answer({"points": waiting, **({"progress": line} if line else {})})
         waiting.clear()
-        told = time.monotonic()
+        answered_s = time.monotonic()
 
     found = search.plan(computed, target, minutes=MINUTES, say=tell, rank_by=search.ranking(target), see=see)
     tell("")

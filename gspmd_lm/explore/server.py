@@ -94,14 +94,14 @@ def make_app(workbench: Workbench, token: str, port: int) -> Starlette:
         return StreamingResponse(_events(workbench), media_type="text/event-stream", headers=NOT_STORED)
 
     async def complete(_: Request) -> Response:
-        return _json(controls.completion(workbench.told.shown.get("names")))
+        return _json(controls.completion(workbench.display.shown.get("names")))
 
     async def share(_: Request) -> Response:
         named = {"Content-Disposition": 'attachment; filename="layout.html"', "Content-Security-Policy": STANDS_ALONE}
         return HTMLResponse(share_page(workbench.state()), headers=named)
 
     def show_compiled(page: str) -> Response:
-        inputs = workbench.told.inputs
+        inputs = workbench.display.inputs
         found = workbench.compilation.results.get(inputs) if inputs else None
         if not (found and found[page]):
             return PlainTextResponse("this layout is not compiled", 404)
@@ -187,14 +187,14 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def _events(workbench: Workbench) -> AsyncIterator[str]:
     """The state each time that it changes, as server-sent events."""
-    told = -1
+    sent = -1
     while True:
-        if told != workbench.revision:
-            told = workbench.revision
+        if sent != workbench.revision:
+            sent = workbench.revision
             yield f"event: state\ndata: {files.json_line(workbench.state())}\n"
         else:
             yield ": still here\n\n"
-        if told == workbench.revision:
+        if sent == workbench.revision:
             await workbench.wait(HEARTBEAT_S)
 
 

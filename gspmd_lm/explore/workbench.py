@@ -12,9 +12,9 @@ from gspmd_lm.config.paths import read_text
 from gspmd_lm.errors import InputError
 from gspmd_lm.explore import controls, fixes
 from gspmd_lm.explore.background import Compilation, Search
+from gspmd_lm.explore.display import Display, describe_problem
 from gspmd_lm.explore.inputs import Inputs
 from gspmd_lm.explore.jobs import Follower
-from gspmd_lm.explore.told import Told, problem
 from gspmd_lm.hardware import target as targets
 
 RULES = Path("rules")  # the folder in which new files may be written
@@ -31,7 +31,7 @@ class Workbench:
     def __init__(self, inputs: Inputs, subject: bytes):
         self.inputs = inputs
         self.version = 1
-        self.told = Told()
+        self.display = Display()
         self.pinned: tuple[Inputs, Mapping[str, Any]] | None = None
         self.compilation = Compilation(subject, self.tell)
         self.search = Search(subject, self.tell)
@@ -43,22 +43,22 @@ class Workbench:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # What is told
+    # What the page reads
 
     def state(self) -> dict[str, Any]:
         """The state as a page reads it."""
-        told, inputs = self.told, dataclasses.asdict(self.inputs)
+        display, inputs = self.display, dataclasses.asdict(self.inputs)
         for size in ("batch", "seq"):
-            inputs[size] = getattr(self.inputs, size) or told.shown.get(size)
-        compiled = self.compilation.results.get(told.inputs) if told.inputs else None
+            inputs[size] = getattr(self.inputs, size) or display.shown.get(size)
+        compiled = self.compilation.results.get(display.inputs) if display.inputs else None
         return {
             "version": self.version,
-            "shown_version": told.version,
+            "shown_version": display.version,
             "busy": "estimating" if self._layouts.busy else "tracing" if self._layers.busy else None,
             "inputs": inputs,
             "controls": self._controls(),
-            "problems": told.problems,
-            **told.views(self.pinned and self.pinned[1], compiled),
+            "problems": display.problems,
+            **display.views(self.pinned and self.pinned[1], compiled),
             "pinned": self.pinned and {"text": self.pinned[0].text, "target": self.pinned[0].target},
             "search": self.search.state(),
             "compile": self.compilation.state(self._version_of(self.compilation.inputs)),
@@ -109,7 +109,7 @@ class Workbench:
     async def finish(self) -> dict[str, Any]:
         """The state once all of it is worked out. The workbench begins and ends."""
         await self.start()
-        while self._layouts.busy or self._layers.busy or self.told.checked < self.version:
+        while self._layouts.busy or self._layers.busy or self.display.checked < self.version:
             await self.wait(1.0)
         state = self.state()
         await self.stop()
@@ -143,20 +143,20 @@ class Workbench:
 
     def fix(self, index: Any) -> str:
         """The text with a problem fixed. Raises InputError where nothing is to be applied."""
-        problems = self.told.problems
+        problems = self.display.problems
         known = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(problems)
-        if not known or self.told.checked != self.version or not problems[index]["fix_text"]:
+        if not known or self.display.checked != self.version or not problems[index]["fix_text"]:
             raise InputError(f"problem {index}: there is no such problem, or no fix that can be applied to the text")
         return fixes.apply_edits(self.inputs.text, problems[index]["edits"])
 
     async def pin(self, clear: bool) -> None:
         """Keeps the layout that is shown, to compare with; or forgets it."""
-        told = self.told
-        if not clear and not (told.inputs and told.shown):
+        display = self.display
+        if not clear and not (display.inputs and display.shown):
             raise InputError("pin: no layout is shown yet")
-        self.pinned = None if clear or not told.inputs else (told.inputs, told.shown)
-        told.changes = None
-        if told.inputs:
+        self.pinned = None if clear or not display.inputs else (display.inputs, display.shown)
+        display.changes = None
+        if display.inputs:
             await self._trace()
         self.tell()
 
@@ -164,7 +164,7 @@ class Workbench:
         """Has the layout that is shown compiled, or stops that."""
         if stop:
             self.compilation.stop()
-        elif self.told.inputs != self.inputs:
+        elif self.display.inputs != self.inputs:
             raise InputError("compile: what stands there is no layout that can be compiled, or is not estimated yet")
         else:
             self._spawn(self.compilation.run(self.inputs))
@@ -235,34 +235,36 @@ class Workbench:
 
     async def _trace(self) -> None:
         """Has the layer of what is shown worked out."""
-        told = self.told
-        assert told.inputs
+        display = self.display
+        assert display.inputs
         pinned = self.pinned and dataclasses.asdict(self.pinned[0])
-        await self._layers.ask({"version": told.version, "inputs": dataclasses.asdict(told.inputs), "pinned": pinned})
+        await self._layers.ask(
+            {"version": display.version, "inputs": dataclasses.asdict(display.inputs), "pinned": pinned}
+        )
 
     def _take_layout(self, answer: Mapping[str, Any]) -> None:
         """Takes the figures of an edit."""
         version = answer["version"]
-        if self.told.take_layout(answer, self._versions.get(version), version == self.version):
+        if self.display.take_layout(answer, self._versions.get(version), version == self.version):
             self._spawn(self._trace())
         self.tell()
 
     def _take_layer(self, answer: Mapping[str, Any]) -> None:
         """Takes the layer of an edit."""
-        self.told.take_layer(answer)
+        self.display.take_layer(answer)
         self.tell()
 
     def _fail(self, version: int, why: str) -> None:
         """Says that an edit cannot be estimated."""
         if version == self.version:
-            self.told.checked = version
-            self.told.problems = [problem(f"this layout cannot be estimated: {why}")]
+            self.display.checked = version
+            self.display.problems = [describe_problem(f"this layout cannot be estimated: {why}")]
         self.tell()
 
     def _fail_layer(self, version: int, why: str) -> None:
         """Says that the layer of an edit cannot be worked out."""
-        self.told.layer, self.told.layer_version = None, version
-        self.told.layer_not_known, self.told.changes = f"the layer: {why}", None
+        self.display.layer, self.display.layer_version = None, version
+        self.display.layer_not_known, self.display.changes = f"the layer: {why}", None
         self.tell()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

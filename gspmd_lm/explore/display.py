@@ -1,4 +1,4 @@
-"""What a workbench tells of the last layout that could be estimated, beside a pinned one and the compiled one."""
+"""What a workbench shows of the last layout that could be estimated, beside a pinned one and the compiled one."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,13 +7,14 @@ from typing import Any
 from gspmd_lm.explore.inputs import Inputs
 
 
-def problem(message: str) -> dict[str, Any]:
-    """A problem without a row."""
-    return {"line": None, "message": message, "fix": None, "fix_text": False, "warning": False, "edits": []}
+def describe_problem(message: str, fix: str = "", line: int | None = None, **more: Any) -> dict[str, Any]:
+    """A problem as a page reads it. line: that of its row, counted from 1; None: it has no row."""
+    nothing_to_apply = {"fix_text": False, "warning": False, "edits": []}
+    return {"line": line, "message": message, "fix": fix or None, **nothing_to_apply, **more}
 
 
 @dataclasses.dataclass
-class Told:
+class Display:
     """The figures of the last layout that could be estimated, and the problems of the last edit."""
 
     version: int = 0  # of the edit that the figures belong to
