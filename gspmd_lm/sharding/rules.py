@@ -370,6 +370,12 @@ class Rules:
         return problems
 
 
+def describe_split(axes: Sequence[str], spec: Sequence[Sequence[str]]) -> str:
+    """The split dimensions of an array as 'embed/fsdp heads/tensor'; 'replicated' if there are none."""
+    parts = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
+    return " ".join(parts) or "replicated"
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of a number, in order: of a number of devices, the sizes that a mesh axis may have."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
