@@ -263,6 +263,11 @@ def device_locations(mesh: Any) -> dict[str, Any]:
     }
 
 
+def numbered_locations(mesh: Any) -> dict[str, Any]:
+    """Where the devices of a jax mesh are, with their numbers."""
+    return {"ids": tuple(device.id for device in mesh.devices.flat), **device_locations(mesh)}
+
+
 def devices(target: Target) -> list[Any]:
     """The compile-only jax devices of a target. For cpu, jax must already simulate them.
 

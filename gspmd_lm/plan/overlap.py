@@ -174,8 +174,7 @@ class Overlap:
         if not self.devices:
             numbers, zeros = tuple(range(rules.devices)), (0,) * rules.devices
             return {"ids": numbers, "coords": tuple((n,) for n in numbers), "slices": zeros, "hosts": zeros}
-        mesh = meshes.build(rules, self.devices)
-        return {"ids": tuple(device.id for device in mesh.devices.flat), **targets.device_locations(mesh)}
+        return targets.numbered_locations(meshes.build(rules, self.devices))
 
     def network(self, rules: Rules) -> tuple[Network, dict[str, Groups]]:
         """The links of a mesh, and the groups of devices that differ in some of its axes only."""
