@@ -18,6 +18,7 @@ from gspmd_lm.units import plural
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
+REMATS = ("none", "block", "dots")  # which activations are kept for the backward pass, where no names say it
 CONTEXTS = ("gather", "ring", "ulysses")  # the forms of context parallelism
 GATHERS = ("turn", "step")  # in which of them stages of a pipeline gather their weights, and sum their gradients, once
 KEEPS = ("layers", "stage")  # of which stages keep what the backward pass needs: by `remat`, or the input alone
