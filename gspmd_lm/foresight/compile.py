@@ -250,17 +250,8 @@ def _environment(modules: Sequence[str]) -> dict[str, str]:
 
     `modules`: the folders in which it finds the caller's own modules.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    folders = [str(Path(name).absolute()) for name in modules]
-    paths = [str(Path(__file__).parents[2]), *folders, environment.get("PYTHONPATH", "")]
-    return environment | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "TPU_SKIP_MDS_QUERY": "1",  # no metadata server outside Google's cloud
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock is for processes that use chips
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    environment = quiet.environment_without_accelerators(modules) | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    return {name: value for name, value in environment.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
 
 
 # The process that compiles

@@ -41,10 +41,18 @@ class Target:
     slices: int = 1
 
     @property
+    def chips(self) -> int:
+        """The number of chips in all slices, as they are rented; of cpu, its devices."""
+        return self.slices * math.prod(self.topology)
+
+    @property
     def devices(self) -> int:
         """How many jax devices the target has; a tpu7x chip is two."""
-        per_chip = self.chip.devices_per_chip if self.chip else 1
-        return self.slices * math.prod(self.topology) * per_chip
+        return self.chips * (self.chip.devices_per_chip if self.chip else 1)
+
+    def usd_per_billion(self, per_s: float, usd_per_chip_hour: float) -> float:
+        """The price of a billion tokens, or rows, on a target that computes `per_s` of them in a second."""
+        return 1e9 / per_s / 3600 * self.chips * usd_per_chip_hour
 
     @property
     def processor(self) -> Processor:
@@ -253,6 +261,11 @@ def device_locations(mesh: Any) -> dict[str, Any]:
         "slices": tuple(getattr(device, "slice_index", None) or 0 for device in devices),
         "hosts": tuple(device.process_index for device in devices),
     }
+
+
+def numbered_locations(mesh: Any) -> dict[str, Any]:
+    """Where the devices of a jax mesh are, with their numbers."""
+    return {"ids": tuple(device.id for device in mesh.devices.flat), **device_locations(mesh)}
 
 
 def devices(target: Target) -> list[Any]:

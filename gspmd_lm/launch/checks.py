@@ -27,7 +27,7 @@ def price(job: Job) -> float:
                 "  fix   add accelerator and usd_per_hour, the price of a chip, or use max_hours"
             )
         return 0.0
-    return each * target.devices / target.chip.devices_per_chip
+    return each * target.chips
 
 
 def check_layout(config: Config, rules: Rules, target: Target, place_name: str) -> Iterator[str]:

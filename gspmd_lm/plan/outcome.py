@@ -9,9 +9,10 @@ from typing import Any
 from gspmd_lm.foresight.timing.predict import Parts, differences, parts_s
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
+from gspmd_lm.plan.front import pareto_front
 from gspmd_lm.units import human_bytes, human_seconds
 
-HOURS, DAYS = 3600, 86400
+DAY_S = 86400
 SHOWN = 10  # layouts in a table
 
 
@@ -41,12 +42,6 @@ class Outcome:
     days: float = 0.0  # in which they must be done; 0: no matter when
 
     @property
-    def chips(self) -> int:
-        """Chips as they are rented: one of tpu7x is two devices."""
-        per_chip = self.plan.target.chip.devices_per_chip if self.plan.target.chip else 1
-        return self.plan.target.devices // per_chip
-
-    @property
     def tokens_per_s(self) -> float:
         """The tokens per second of the best layout, on all devices; 0 where nothing fits or no time is known."""
         best = self.plan.best
@@ -55,7 +50,7 @@ class Outcome:
     @property
     def days_needed(self) -> float:
         """The days that `tokens` take; infinite where nothing fits."""
-        return self.tokens / self.tokens_per_s / DAYS if self.tokens_per_s else math.inf
+        return self.tokens / self.tokens_per_s / DAY_S if self.tokens_per_s else math.inf
 
     @property
     def in_time(self) -> bool | None:
@@ -66,7 +61,7 @@ class Outcome:
     def chips_in_time(self) -> int | None:
         """The number of chips that would process the tokens in `days` at the same speed each; None if these suffice."""
         late = self.in_time is False and self.tokens_per_s
-        return math.ceil(self.chips * self.days_needed / self.days) if late else None
+        return math.ceil(self.plan.target.chips * self.days_needed / self.days) if late else None
 
     @property
     def searched(self) -> str:
@@ -82,7 +77,7 @@ class Outcome:
         """The price of all `tokens`."""
         if self.usd_per_chip_hour is None or not self.tokens or math.isinf(self.days_needed):
             return None
-        return self.days_needed * 24 * self.chips * self.usd_per_chip_hour
+        return self.tokens / 1e9 * self.plan.target.usd_per_billion(self.tokens_per_s, self.usd_per_chip_hour)
 
     def lines(self) -> list[Line]:
         """All layouts that may fit, the best first; those that were compiled come before those that were estimated."""
@@ -94,7 +89,7 @@ class Outcome:
         speed = _speed(plan, one) if plan.target.chip else 0.0
         usd = None
         if self.usd_per_chip_hour is not None and speed:
-            usd = 1e9 / speed / HOURS * self.chips * self.usd_per_chip_hour
+            usd = plan.target.usd_per_billion(speed, self.usd_per_chip_hour)
         return Line(
             rank=rank,
             candidate=one,
@@ -167,12 +162,8 @@ def _known_parts(one: Candidate) -> Parts:
 
 
 def front(lines: Sequence[Line]) -> list[Line]:
-    """The Pareto front of time and memory: layouts of which none is both faster and smaller, the fastest first."""
-    fastest: list[Line] = []
-    for line in sorted(lines, key=lambda line: (line.step_time_s, line.peak_bytes)):
-        if not fastest or line.peak_bytes < fastest[-1].peak_bytes:
-            fastest.append(line)
-    return fastest
+    """The Pareto front of time and memory, the fastest first."""
+    return pareto_front(lines, lambda line: (line.step_time_s, line.peak_bytes))
 
 
 def hourly_usd(chip: str, usd_of: Mapping[str, float]) -> float | None:

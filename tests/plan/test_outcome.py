@@ -89,12 +89,6 @@ def test_money_and_days_follow_from_tokens_per_second(planned):
     assert outcome.hourly_usd("tpu7x", {}) is None
 
 
-def test_a_tpu7x_is_one_chip_of_two_devices(planned):
-    plan = dataclasses.replace(planned.plan, target=targets.parse("tpu7x:2x2x1"))
-    assert plan.target.devices == 8
-    assert dataclasses.replace(planned, plan=plan).chips == 4
-
-
 def test_why_a_layout_lost_names_every_part_that_differs(planned):
     assert planned.runner_up() is planned.plan.candidates[1]
     said = planned.why_not(planned.plan.candidates[1])
