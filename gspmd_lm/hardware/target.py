@@ -25,6 +25,7 @@ _CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
 _MOST_CUBES = {"v4": 64, "v5p": 96, "tpu7x": 144}
 _LONGEST = 256  # chips along a dimension of a slice that Google Cloud has a name for
 _GPUS_PER_HOST = 8
+_CHIPS_PER_HOST = 4
 MOST_DEVICES = 2**18  # more than the largest cluster that is known, of 200,000; jax makes an object of each
 _GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
 _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, v5p-128, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
@@ -45,6 +46,22 @@ class Target:
         """How many jax devices the target has; a tpu7x chip is two."""
         per_chip = self.chip.devices_per_chip if self.chip else 1
         return self.slices * math.prod(self.topology) * per_chip
+
+    @property
+    def chips(self) -> int:
+        """How many chips are rented; simulated devices count as one each."""
+        return self.devices // (self.chip.devices_per_chip if self.chip else 1)
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are. A host of TPUs has four chips, as jax's topologies have it, or a whole slice."""
+        if self.platform != "tpu":
+            return self.topology[0] if self.platform == "gpu" else 1
+        return self.slices * max(1, math.prod(self.topology) // _CHIPS_PER_HOST)
+
+    def usd_per_hour(self, usd_per_chip: float | None) -> float | None:
+        """The price of all chips for an hour; None if that of one is not known."""
+        return None if usd_per_chip is None else self.chips * usd_per_chip
 
     @property
     def processor(self) -> Processor:
