@@ -14,7 +14,8 @@ import numpy as np
 
 from benchmarks import measure
 from gspmd_lm.foresight import whole_job
-from gspmd_lm.foresight.whole_job import DAY_S, HOUR_S, Assumptions, WholeJob, Work
+from gspmd_lm.foresight.whole_job import DAY_S, HOUR_S, WholeJob, Work
+from gspmd_lm.hardware.capacity import Assumptions, Price
 
 # 8 B parameters with AdamW on 256 chips. The cases change it.
 _USUAL = Work(
@@ -95,7 +96,7 @@ def simulate(job: WholeJob, runs: int, seed: int) -> np.ndarray:
 def compare(names: Sequence[str], runs: int, seed: int) -> Iterator[dict[str, object]]:
     """A row for each case: the expected and the simulated days, and by how much the expected ones are off."""
     for name in names:
-        began_s, job = time.monotonic(), whole_job.predict(*CASES[name])
+        began_s, job = time.monotonic(), whole_job.predict(*CASES[name], Price())
         course = job.on_spot or job.on_demand
         assert course.days
         days = simulate(job, runs, seed) / DAY_S

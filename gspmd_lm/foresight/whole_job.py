@@ -1,11 +1,11 @@
-"""The course of a whole job, predicted from its step: checkpoints, restarts, the rows that hosts read, days and dollars.
+"""The course of a whole job, predicted from its step: checkpoints, restarts, rows that hosts read, days and dollars.
 
 A job is interrupted at random moments, independent of each other. It then goes on from its newest whole checkpoint.
 The expected time of such a job, and its best interval between checkpoints, are those of J. T. Daly, "A higher order
-estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006), after J. W. Young, CACM 17 (1974). Daly's
-job stands still while it writes. Here it stands still for a copy alone, and writes in the background. A checkpoint then
-counts later, by the time of writing. In the renewal equations of the job that time is added to the time of a restart,
-and the best interval stays as it is. `python -m benchmarks.preemptions` compares this with jobs that it simulates.
+estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006), after J. W. Young, CACM 17 (1974).
+Daly's job stands still while it writes. Here it stands still for a copy alone, and writes in the background. So a
+checkpoint counts later, by the time of writing. In the renewal equations of the job that time is added to the time of a
+restart, and the best interval stays as it is. `python -m benchmarks.preemptions` compares this with simulated jobs.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import math
 
 import jax
 
-from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.hardware.capacity import Assumptions, Price
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
@@ -21,20 +21,6 @@ from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train.saving import SHARE
 
 HOUR_S, DAY_S = 3600, 86400
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Assumptions:
-    """What is known of a job beside its program. Each is a key of --assume."""
-
-    storage_gb_per_s: float = 1.0  # that one host writes to its disk or bucket, or reads from it; a guess
-    # Google Cloud, "Spot VMs": 30 s, which Azure gives too; AWS, "Spot instance interruption notices": 120 s.
-    notice_s: float = 30.0
-    preemptions_per_day: float = 0.0  # of the whole job on spot; 0: nothing is said of spot
-    # Of one chip, between failures: 419 unexpected interruptions of 16,384 GPUs in 54 days, arXiv 2407.21783, 3.3.4.
-    failure_hours: float = 50_700.0
-    away_s: float = 300.0  # from an interruption until there are hosts again; a guess
-    start_s: float = 30.0  # of processes that find compiled programs in a cache, without the restore; a guess
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,29 +77,6 @@ class WholeJob:
     on_spot: Course | None  # None: nobody has said how often it is preempted
 
 
-def read_assumptions(text: str, place: str = "--assume=") -> Assumptions:
-    """The assumptions that 'notice_s=120,preemptions_per_day=4' changes; place: what stands before it in errors.
-
-    Raises InputError for a key that does not exist, and for a value that is no number or out of its domain.
-    """
-    fields, values = {field.name for field in dataclasses.fields(Assumptions)}, dict[str, float]()
-    for entry in filter(None, map(str.strip, text.split(","))):
-        key, _, value = entry.partition("=")
-        if key not in fields:
-            raise InputError(
-                f"{place}{entry}: no such key{did_you_mean(key, fields)}\n  fix   use {', '.join(sorted(fields))}"
-            )
-        try:
-            values[key] = float(value)
-        except ValueError:
-            values[key] = math.nan
-        may_be_0 = key not in ("storage_gb_per_s", "failure_hours")
-        if not (0 <= values[key] < math.inf) or (values[key] == 0 and not may_be_0):
-            domain = "at least 0" if may_be_0 else "more than 0"
-            raise InputError(f"{place}{entry}: {value!r} is no number of {domain}\n  fix   {place}{key}=30")
-    return Assumptions(**values)
-
-
 def describe_work(
     task: Task,
     rules: Rules,
@@ -153,8 +116,8 @@ def describe_work(
     )
 
 
-def predict(work: Work, assumed: Assumptions, usd: float | None = None, spot_usd: float | None = None) -> WholeJob:
-    """The course of a job. usd, spot_usd: dollars an hour of all its chips, on demand and on spot; None: not known."""
+def predict(work: Work, assumed: Assumptions, price: Price) -> WholeJob:
+    """The course of a job. price: of one of its chips."""
     storage = assumed.storage_gb_per_s * 1e9
     copy_s = work.copied_bytes / work.host_bytes_per_s
     seal_s = work.checkpoint_bytes / storage
@@ -178,8 +141,8 @@ def predict(work: Work, assumed: Assumptions, usd: float | None = None, spot_usd
     preemptions = assumed.preemptions_per_day / DAY_S
     return dataclasses.replace(
         job,
-        on_demand=_course(job, failures, 0.0, usd),
-        on_spot=_course(job, failures, preemptions, spot_usd) if preemptions else None,
+        on_demand=_course(job, failures, 0.0, price.on_demand),
+        on_spot=_course(job, failures, preemptions, price.spot) if preemptions else None,
     )
 
 
@@ -191,7 +154,7 @@ def _interval_s(work: Work, copy_s: float, save_s: float) -> float:
     return min(by_time, by_steps, work.work_s)
 
 
-def _course(job: WholeJob, failures: float, preemptions: float, usd_per_hour: float | None) -> Course:
+def _course(job: WholeJob, failures: float, preemptions: float, usd_per_chip: float | None) -> Course:
     """failures, preemptions: how often in a second. A failure gives no notice."""
     least_s = min(2 * job.save_s, job.work.work_s)  # a run writes checkpoints for half of its time at most
     losing = failures + preemptions * (not job.fits_notice)
@@ -204,7 +167,7 @@ def _course(job: WholeJob, failures: float, preemptions: float, usd_per_hour: fl
         interruptions_per_day=(failures + preemptions) * DAY_S,
         goodput=job.work.work_s / total_s,
         days=total_s / DAY_S if total_s < math.inf else None,
-        usd=None if usd_per_hour is None or total_s == math.inf else held_s / HOUR_S * usd_per_hour,
+        usd=None if usd_per_chip is None or total_s == math.inf else held_s / HOUR_S * job.work.chips * usd_per_chip,
         best_interval_s=best_s,
         best_goodput=job.work.work_s / best_total_s,
     )

@@ -7,11 +7,12 @@ import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gspmd_lm import versions
 from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.hardware.capacity import Price
 from gspmd_lm.hardware.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
@@ -58,6 +59,12 @@ class Target:
         if self.platform != "tpu":
             return self.topology[0] if self.platform == "gpu" else 1
         return self.slices * max(1, math.prod(self.topology) // _CHIPS_PER_HOST)
+
+    def price(self, given: Mapping[str, Price]) -> Price:
+        """The price of a chip: the one that is given for it, else the lowest public one on demand."""
+        if self.chip is None:
+            return Price()
+        return given.get(self.chip.name, Price(self.chip.usd_per_hour))
 
     def usd_per_hour(self, usd_per_chip: float | None) -> float | None:
         """The price of all chips for an hour; None if that of one is not known."""

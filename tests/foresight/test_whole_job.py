@@ -3,13 +3,17 @@
 import dataclasses
 import math
 
+import jax
 import pytest
 
 from benchmarks import preemptions
+from gspmd_lm import api
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import whole_job
-from gspmd_lm.foresight.whole_job import Assumptions
+from gspmd_lm.hardware import capacity
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.capacity import Assumptions, Price
+from gspmd_lm.train import decoder
 
 USUAL, _ = preemptions.CASES["256 chips, failures alone"]
 
@@ -25,7 +29,7 @@ def test_expected_time_is_that_of_simulated_jobs(case):
 def test_best_interval_is_the_best_of_simulated_jobs():
     """Where the copy takes long, so that the interval matters, and writing takes no time."""
     work = dataclasses.replace(USUAL, copied_bytes=600_000_000_000, checkpoint_bytes=0)  # 40 s
-    job = whole_job.predict(work, Assumptions(preemptions_per_day=24, notice_s=1))
+    job = whole_job.predict(work, Assumptions(preemptions_per_day=24, notice_s=1), Price())
     assert job.copy_s == 40 and not job.fits_notice
 
     def days(interval_s):
@@ -39,31 +43,51 @@ def test_best_interval_is_the_best_of_simulated_jobs():
 
 
 def test_notice_that_suffices_for_a_save():
-    short, long = (whole_job.predict(USUAL, Assumptions(preemptions_per_day=8, notice_s=s)) for s in (103, 104))
+    short, long = (
+        whole_job.predict(USUAL, Assumptions(preemptions_per_day=8, notice_s=s), Price()) for s in (103, 104)
+    )
     # 6 s of a step, 0.025 s of a copy, 1.5 s of 64 hosts that write, and 96 s in which the first one reads all of it.
     assert math.isclose(short.copy_s + short.save_s, 97.525)
     assert not short.fits_notice and long.fits_notice
     assert long.on_spot.goodput > short.on_spot.goodput
 
 
+def test_facts_are_those_of_the_state_that_a_run_saves():
+    config, rules = api.load_config("tiny", ["data.batch=32"]), api.load_rules("fsdp8")
+    step, target = api.build(config, rules), targets.parse("h100:4x2")
+    task = decoder.task(config)
+    work = whole_job.describe_work(task, rules, step.arrays, target, 0.5, 1000.0)
+    saved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract_state))
+    assert saved - 100 < work.checkpoint_bytes <= saved  # besides counters of steps
+    assert work.steps == config.train.steps and (work.chips, work.hosts) == (8, 4)
+    assert work.copied_bytes == pytest.approx(work.checkpoint_bytes / 8) and work.restored_bytes == 2000
+    assert work.rows_per_s == 32 / 4 / 0.5
+    batch_bytes = sum(math.prod(one.shape) * 4 for one in task.inputs.values())
+    assert work.read_bytes_per_s == batch_bytes / 4 / 0.5
+    # Under tensor parallelism all hosts read the same rows.
+    alike = whole_job.describe_work(task, api.load_rules("tp8"), step.arrays, target, 0.5, 1000.0)
+    assert alike.rows_per_s == 32 / 0.5
+    assert whole_job.describe_work(task, rules, step.arrays, targets.parse("cpu:8"), 0.5, 1000.0) is None
+
+
 def test_time_and_price_are_those_of_the_steps_and_what_interrupts_them():
-    job = whole_job.predict(USUAL, Assumptions(preemptions_per_day=4, away_s=3600), usd=300.0, spot_usd=100.0)
-    assert job.on_demand.days * 24 * 300 == pytest.approx(job.on_demand.usd)
+    job = whole_job.predict(USUAL, Assumptions(preemptions_per_day=4, away_s=3600), Price(2.0, 0.5))
+    assert job.on_demand.days * 24 * 256 * 2.0 == pytest.approx(job.on_demand.usd)
     # On spot nobody pays while hosts are away: an hour for each six hours in which they are there.
-    assert job.on_spot.days * 24 * 6 / 7 * 100 == pytest.approx(job.on_spot.usd)
+    assert job.on_spot.days * 24 * 6 / 7 * 256 * 0.5 == pytest.approx(job.on_spot.usd)
     assert job.on_spot.goodput == pytest.approx(USUAL.work_s / 86400 / job.on_spot.days)
     assert job.return_s == 3600 + 30 + job.restore_s
 
 
 def test_a_job_that_is_interrupted_too_often_never_ends():
-    job = whole_job.predict(USUAL, Assumptions(preemptions_per_day=1e6), 1.0, 1.0)
+    job = whole_job.predict(USUAL, Assumptions(preemptions_per_day=1e6), Price(1.0, 1.0))
     assert job.on_spot.days is None and job.on_spot.usd is None and job.on_spot.goodput == 0
     assert job.on_demand.days
 
 
 def test_interval_is_that_of_the_clock_of_a_run():
     def interval_s(**changes):
-        return whole_job.predict(dataclasses.replace(USUAL, **changes), Assumptions()).interval_s
+        return whole_job.predict(dataclasses.replace(USUAL, **changes), Assumptions(), Price()).interval_s
 
     assert interval_s() == pytest.approx(600 + 97.5)  # ten minutes after the last one was whole
     assert interval_s(checkpoint_minutes=0.0, checkpoint_every=50) == 300
@@ -72,10 +96,10 @@ def test_interval_is_that_of_the_clock_of_a_run():
 
 
 def test_assumptions_are_read():
-    assert whole_job.read_assumptions("notice_s=120, preemptions_per_day=4") == Assumptions(
+    assert capacity.read_assumptions("notice_s=120, preemptions_per_day=4") == Assumptions(
         notice_s=120, preemptions_per_day=4
     )
-    assert whole_job.read_assumptions("") == Assumptions()
+    assert capacity.read_assumptions("") == Assumptions()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +115,7 @@ def test_assumptions_are_read():
 )
 def test_wrong_assumptions_are_refused(text, said):
     with pytest.raises(InputError) as error:
-        whole_job.read_assumptions(text)
+        capacity.read_assumptions(text)
     assert said in str(error.value) and "\n  fix   " in str(error.value)
 
 
