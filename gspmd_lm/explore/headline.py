@@ -10,8 +10,6 @@ from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.units import human_bytes, human_seconds, human_short
 
-HOUR_S = 3600
-
 
 def figure(name: str, label: str, value: float, text: str, better: str = "lower", **more: Any) -> dict[str, Any]:
     """One figure of the headline. better: lower or higher."""
@@ -74,8 +72,7 @@ def figures_of_time(
     speed = tokens / step_time_s
     made.append(figure("tokens_per_s", f"{unit}/s", speed, human_short(speed), "higher"))
     if target.chip.usd_per_hour is not None:
-        chips = target.devices // target.chip.devices_per_chip
-        usd = 1e9 / speed / HOUR_S * chips * target.chip.usd_per_hour
+        usd = target.usd_per_billion(speed, target.chip.usd_per_hour)
         made.append(figure("usd_per_billion", f"price per billion {unit}", usd, f"${usd:,.0f}"))
     return made
 

@@ -43,15 +43,18 @@ class Target:
     slices: int = 1
 
     @property
-    def devices(self) -> int:
-        """How many jax devices the target has; a tpu7x chip is two."""
-        per_chip = self.chip.devices_per_chip if self.chip else 1
-        return self.slices * math.prod(self.topology) * per_chip
+    def chips(self) -> int:
+        """The number of chips in all slices, as they are rented; of cpu, its devices."""
+        return self.slices * math.prod(self.topology)
 
     @property
-    def chips(self) -> int:
-        """How many chips are rented; simulated devices count as one each."""
-        return self.devices // (self.chip.devices_per_chip if self.chip else 1)
+    def devices(self) -> int:
+        """How many jax devices the target has; a tpu7x chip is two."""
+        return self.chips * (self.chip.devices_per_chip if self.chip else 1)
+
+    def usd_per_billion(self, per_s: float, usd_per_chip_hour: float) -> float:
+        """The price of a billion tokens, or rows, on a target that computes `per_s` of them in a second."""
+        return 1e9 / per_s / 3600 * self.chips * usd_per_chip_hour
 
     @property
     def hosts(self) -> int:
@@ -65,10 +68,6 @@ class Target:
         if self.chip is None:
             return Price()
         return given.get(self.chip.name, Price(self.chip.usd_per_hour))
-
-    def usd_per_hour(self, usd_per_chip: float | None) -> float | None:
-        """The price of all chips for an hour; None if that of one is not known."""
-        return None if usd_per_chip is None else self.chips * usd_per_chip
 
     @property
     def processor(self) -> Processor:

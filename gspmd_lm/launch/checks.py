@@ -24,15 +24,15 @@ SURELY_TOO_MUCH = 1.25  # an estimate this much above what a chip has is no erro
 def price(job: Job) -> float:
     """USD an hour of all chips; 0 where nothing is known. Raises InputError if a budget needs a price."""
     target = job.target
-    usd = target.usd_per_hour(job.usd_per_hour or target.price({}).on_demand) if target and target.chip else None
-    if usd is None:
+    usd = (job.usd_per_hour or target.price({}).on_demand) if target else None
+    if target is None or target.chip is None or usd is None:
         if job.max_usd is not None:
             raise InputError(
                 f"max_usd: {job.max_usd:g}: the price of {job.accelerator or 'this place'} is not known\n"
                 "  fix   add accelerator and usd_per_hour, the price of a chip, or use max_hours"
             )
         return 0.0
-    return usd
+    return usd * target.chips
 
 
 def check_layout(config: Config, rules: Rules, target: Target, job: Job) -> Iterator[str]:

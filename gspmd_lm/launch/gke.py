@@ -125,7 +125,7 @@ class Gke(Place):
         target = self.job.target
         if not target or not target.chip or target.chip.name not in _ACCELERATORS:
             raise InputError(f"accelerator: {self.job.accelerator}: no TPU\n  fix   accelerator: v5litepod-16")
-        chips = target.devices // target.slices // target.chip.devices_per_chip
+        chips = target.chips // target.slices
         words = ["gspmd-lm", "train", *place.with_cache(self.job)]
         return _JOB_SET.format(
             about=place.ABOUT,

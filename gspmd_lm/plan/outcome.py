@@ -13,7 +13,7 @@ from gspmd_lm.hardware.capacity import Assumptions, Price
 from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
 from gspmd_lm.units import human_bytes, human_seconds
 
-HOURS, DAYS = 3600, 86400
+DAY_S = 86400
 SHOWN = 10  # layouts in a table
 
 
@@ -44,10 +44,6 @@ class Outcome:
     assumed: Assumptions = dataclasses.field(default_factory=Assumptions)
 
     @property
-    def chips(self) -> int:
-        return self.plan.target.chips
-
-    @property
     def usd_per_chip_hour(self) -> float | None:
         """The price of a chip on demand."""
         return self.price.on_demand
@@ -70,7 +66,7 @@ class Outcome:
     @property
     def days_needed(self) -> float:
         """The days that `tokens` take; infinite where nothing fits."""
-        return self.tokens / self.tokens_per_s / DAYS if self.tokens_per_s else math.inf
+        return self.tokens / self.tokens_per_s / DAY_S if self.tokens_per_s else math.inf
 
     @property
     def in_time(self) -> bool | None:
@@ -81,7 +77,7 @@ class Outcome:
     def chips_in_time(self) -> int | None:
         """The number of chips that would process the tokens in `days` at the same speed each; None if these suffice."""
         late = self.in_time is False and self.tokens_per_s
-        return math.ceil(self.chips * self.days_needed / self.days) if late else None
+        return math.ceil(self.plan.target.chips * self.days_needed / self.days) if late else None
 
     @property
     def searched(self) -> str:
@@ -97,7 +93,7 @@ class Outcome:
         """The price of all `tokens`."""
         if self.usd_per_chip_hour is None or not self.tokens or math.isinf(self.days_needed):
             return None
-        return self.days_needed * 24 * self.chips * self.usd_per_chip_hour
+        return self.tokens / 1e9 * self.plan.target.usd_per_billion(self.tokens_per_s, self.usd_per_chip_hour)
 
     def lines(self) -> list[Line]:
         """All layouts that may fit, the best first; those that were compiled come before those that were estimated."""
@@ -109,7 +105,7 @@ class Outcome:
         speed = _speed(plan, one) if plan.target.chip else 0.0
         usd = None
         if self.usd_per_chip_hour is not None and speed:
-            usd = 1e9 / speed / HOURS * self.chips * self.usd_per_chip_hour
+            usd = plan.target.usd_per_billion(speed, self.usd_per_chip_hour)
         return Line(
             rank=rank,
             candidate=one,

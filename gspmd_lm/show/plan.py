@@ -97,7 +97,7 @@ def top_lines(lines: Sequence[Line]) -> list[Line]:
 def summary(outcome: Outcome) -> str:
     """The first line: what was planned for, and how much was looked at."""
     plan = outcome.plan
-    chips = hardware(outcome.chips, plan.target.chip.kinds[0] if plan.target.chip else "")
+    chips = hardware(plan.target.chips, plan.target.chip.kinds[0] if plan.target.chip else "")
     return (
         f"{plan.config}, {plural(outcome.batch, 'row')} a step, on {chips} ({plan.target.text}): "
         f"{plural(plan.searched, 'layout')} estimated, {plan.compiled} compiled in {human_duration(plan.seconds)}"
@@ -248,14 +248,14 @@ def _targets(outcomes: Sequence[Outcome]) -> Section:
         return Section("Targets", "predicted", [table, notes])
     slowest = max(1e9 / outcome.tokens_per_s for outcome in known)
     drawn = Plot(
-        Axis("chips", 0, 1.1 * max(outcome.chips for outcome in known), "{:,.0f}".format),
+        Axis("chips", 0, 1.1 * max(outcome.plan.target.chips for outcome in known), "{:,.0f}".format),
         Axis("time of a billion tokens", 0, 1.05 * slowest, human_seconds),
     )
     for outcome in known:
-        at = outcome.chips, 1e9 / outcome.tokens_per_s
+        at = outcome.plan.target.chips, 1e9 / outcome.tokens_per_s
         name = f"{outcome.plan.target.text}, {outcome.batch:,} rows"
         drawn.dot(at, "var(--blue)", name)
-        drawn.word(at, name, before=drawn.x.share(outcome.chips) > 0.5)
+        drawn.word(at, name, before=drawn.x.share(outcome.plan.target.chips) > 0.5)
     picture = Figure(drawn.html("Time of a billion tokens against chips", tall=True))
     return Section("Targets", "predicted", [table, notes, picture])
 
@@ -274,7 +274,7 @@ def target_row(outcome: Outcome) -> dict[str, str]:
     return {
         "target": outcome.plan.target.text,
         "batch": f"{outcome.batch:,}",
-        "chips": f"{outcome.chips:,}",
+        "chips": f"{outcome.plan.target.chips:,}",
         "layout": line.candidate.name if line else "nothing fits",
         "step": figure(line and line.step_time_s, human_seconds),
         "tokens/s": figure(line and line.tokens_per_s, "{:,.0f}".format),

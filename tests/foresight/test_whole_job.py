@@ -135,4 +135,3 @@ def test_wrong_assumptions_are_refused(text, said):
 def test_chips_and_hosts_of_a_target(target, chips, hosts):
     found = targets.parse(target)
     assert (found.chips, found.hosts) == (chips, hosts)
-    assert found.usd_per_hour(2.5) == 2.5 * chips and found.usd_per_hour(None) is None

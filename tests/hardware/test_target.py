@@ -71,6 +71,12 @@ def test_every_name_of_google_cloud_is_a_target(chip):
     assert len(names) == {"v5e": 8, "v6e": 8, "v4": 68, "v5p": 94, "tpu7x": 130}[chip.name]
 
 
+def test_a_tpu7x_is_one_chip_of_two_devices():
+    slices = target.parse("2@tpu7x:2x2x1")
+    assert (slices.chips, slices.devices) == (8, 16)
+    assert slices.usd_per_billion(1e9 / 3600, 3.0) == pytest.approx(24.0)  # an hour of eight chips
+
+
 def test_gpus_beyond_one_host_are_on_several():
     assert target.parse("h100:32").topology == target.parse("h100:4x8").topology == (4, 8)
 

@@ -108,12 +108,6 @@ def test_the_whole_job_is_that_of_the_best_layout_and_of_the_tokens(planned):
     assert "each is whole after" in shown.page([planned], (), "")
 
 
-def test_a_tpu7x_is_one_chip_of_two_devices(planned):
-    plan = dataclasses.replace(planned.plan, target=targets.parse("tpu7x:2x2x1"))
-    assert plan.target.devices == 8
-    assert dataclasses.replace(planned, plan=plan).chips == 4
-
-
 def test_why_a_layout_lost_names_every_part_that_differs(planned):
     assert planned.runner_up() is planned.plan.candidates[1]
     said = planned.why_not(planned.plan.candidates[1])
