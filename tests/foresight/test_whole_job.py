@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from benchmarks import preemptions
+from benchmarks import measure, preemptions
 from gspmd_lm import api
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import whole_job
@@ -14,6 +14,7 @@ from gspmd_lm.hardware import capacity
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.capacity import Assumptions, Price
 from gspmd_lm.train import decoder
+from tests.launched import ROOT
 
 USUAL, _ = preemptions.CASES["256 chips, failures alone"]
 
@@ -24,6 +25,13 @@ def test_expected_time_is_that_of_simulated_jobs(case):
     (row,) = preemptions.compare([case], runs=200, seed=3)
     assert row["standard_error"] < 0.005
     assert abs(row["error"]) < 0.003 + 4 * row["standard_error"]
+
+
+def test_the_table_is_what_was_simulated():
+    rows = measure.read("preemptions")
+    assert preemptions.table(rows) in (ROOT / "benchmarks/README.md").read_text()
+    assert [row["case"] for row in rows] == list(preemptions.CASES)
+    assert all(row["runs"] == 10_000 and abs(row["error"]) < 0.002 for row in rows)
 
 
 def test_best_interval_is_the_best_of_simulated_jobs():

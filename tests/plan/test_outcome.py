@@ -105,7 +105,8 @@ def test_the_whole_job_is_that_of_the_best_layout_and_of_the_tokens(planned):
     estimated = dataclasses.replace(planned.plan.best, report=None)
     plan = dataclasses.replace(planned.plan, best=estimated)
     assert dataclasses.replace(planned, plan=plan).job is None
-    assert "each is whole after" in shown.page([planned], (), "")
+    *_, section = shown.sections([planned])
+    assert section.title == "The whole job" and section.facts[0].value == f"{job.on_demand.goodput:.1%}"
 
 
 def test_why_a_layout_lost_names_every_part_that_differs(planned):
@@ -232,9 +233,9 @@ def test_the_terminal_and_the_page_show_the_same_layouts(planned):
 
 
 def test_targets_are_compared_by_what_their_tokens_cost(planned):
-    dear = dataclasses.replace(planned, usd_per_chip_hour=30.0, days=0.0)
+    dear = dataclasses.replace(planned, price=Price(30.0), days=0.0)
     cheap = dataclasses.replace(planned, days=0.0)
-    late = dataclasses.replace(planned, usd_per_chip_hour=0.1)
+    late = dataclasses.replace(planned, price=Price(0.1))
     nothing = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, best=None, candidates=()), days=0.0)
     assert shown.rank([late, nothing, dear, cheap]) == [cheap, dear, nothing, late]
     assert shown.target_row(nothing)["layout"] == "nothing fits"
