@@ -14,6 +14,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import files
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
+from gspmd_lm.hardware import capacity
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.runtime.quiet import import_jax
 from gspmd_lm.sharding import rules_file
@@ -292,6 +293,8 @@ def explain(
     target: str = "",
     phase: str = "train",
     export: str | Path | None = None,
+    assume: str = "",
+    price: str | Sequence[str] = (),
 ) -> "Explanation":
     """What a layout costs on hardware that need not be here: memory, collectives with the rows that cause them,
     predicted time, floor and warnings. It shows itself, in a notebook as a page with drawings and elsewhere as text;
@@ -304,16 +307,18 @@ def explain(
         target: cpu:8, v5e:4x4, v5p-128, h100:8, ...
         phase: train; of a config, also prefill or decode.
         export: a file that the compiled train step is kept in; on the target, train --executable runs it.
+        assume: what is known of the whole job, as --assume says it: "preemptions_per_day=4,notice_s=30".
+        price: dollars per chip and hour, on demand and on spot: "v5e=1.2/0.6".
 
     Raises:
         InputError: as `build` does, or the target is not known.
         RunFailed: the compiler failed.
     """
     if callable(task) or (isinstance(task, str) and ":" in task and rules is None):
-        return _explain_step(task, target, rules or export or (phase if phase != "train" else None))
+        return _explain_step(task, target, rules or export or assume or price or (phase if phase != "train" else None))
     if rules is None:
         raise InputError("explain needs rules\n  fix   explain('tiny', 'fsdp8', 'v5p:2x2x2')")
-    return compare(task, [rules], target, phase, export)[0]
+    return compare(task, [rules], target, phase, export, assume, price)[0]
 
 
 def _explain_step(step: "Callable[[Sequence[Any]], Any] | str", target: str, other: Any) -> "Explanation":
@@ -332,6 +337,8 @@ def compare(
     target: str,
     phase: str = "train",
     export: str | Path | None = None,
+    assume: str = "",
+    price: str | Sequence[str] = (),
 ) -> "Comparison":
     """A report as of `explain` for each of `layouts`, in their order; compiled side by side. It shows itself too.
 
@@ -340,6 +347,8 @@ def compare(
         RunFailed: the compiler failed.
     """
     place = targets.parse(target)
+    assumed = capacity.read_assumptions(assume)
+    chip_price = place.price(capacity.read_prices(_several(price)))
     task = _task(task)
     rules = [_rules(one, task) for one in ([layouts] if isinstance(layouts, Rules | str) else layouts)]
     _simulate()
@@ -348,6 +357,7 @@ def compare(
     from gspmd_lm.show import notebook
 
     reports_of_layouts = reports.reports(task, rules, place, _log.info, Path(export) if export else None, phase)
+    reports_of_layouts = [reports.with_job(report, assumed, chip_price) for report in reports_of_layouts]
     return notebook.Comparison(advice.with_fixes(task, reports_of_layouts, rules, place))
 
 

@@ -45,6 +45,13 @@ def human_short(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") + suffix if suffix and value < 999.5 else f"{value:.0f}{suffix}"
 
 
+def human_amount(value: float) -> str:
+    """'1,234', '37.2', '0.0033': of days or dollars, of which there may be little."""
+    if 0 < value < 0.001:
+        return "under 0.001"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}" if value >= 0.995 else f"{value:.2g}"
+
+
 def human_clock(value: float) -> str:
     """'42s', '7m05s', '2h09m', '3d04h': a time that is left, for columns"""
     minutes, seconds = divmod(round(value), 60)

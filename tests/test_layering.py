@@ -60,9 +60,11 @@ IN_FORESIGHT = {
     "any_step": "equations propagation",
     "compile": "any_step exported pickled propagation",
     "timing": "hlo",
-    "report": "table timing bounds collectives memory",
-    "advice": "table report timing bounds collectives memory hlo",
-    "explain": "table advice report timing bounds collectives memory compile known_errors hlo graph exported any_step",
+    "whole_job": "",
+    "report": "table timing bounds collectives memory whole_job",
+    "advice": "table report timing bounds collectives memory hlo whole_job",
+    "explain": "table advice report timing bounds collectives memory compile known_errors hlo graph exported any_step "
+    "whole_job",
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.
 NEVER = {

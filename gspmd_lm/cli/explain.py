@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from gspmd_lm.cli import outputs
-from gspmd_lm.cli.verb import INPUTS, RESULTS, Flags, Verb, on_target, overrides
+from gspmd_lm.cli.verb import INPUTS, RESULTS, Flags, Verb, about_job, on_target, overrides
 from gspmd_lm.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def _define(flags: Flags) -> None:
         "The step to explain: train, prefill or decode. prefill and decode work on data.batch "
         "rows with data.seq slots each.",
     )
+    about_job(flags)
     flags.group(RESULTS)
     flags.yes_no("rows", "Say at once, without a compiler, what each row changes in which two layouts differ.")
     flags.text("json", None, "Write all figures to this file (docs/explain_json.md).")
@@ -66,6 +67,7 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
     code."""
     from gspmd_lm import api
     from gspmd_lm.cli import inputs
+    from gspmd_lm.hardware import capacity
     from gspmd_lm.hardware import target as targets
 
     layouts, config = inputs.layouts(values, names), inputs.read_config(values)
@@ -79,11 +81,12 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
         command = shlex.join([verb, *names, *example, *given, *target])
         raise InputError(f"{verb} needs {lacking}\n  fix   {command}{others}")
     targets.parse(values.target)  # what is wrong with it is told before jax is imported
+    capacity.read_assumptions(values.assume)
+    capacity.read_prices(values.price)
     outputs.check_writable((values.json, values.html, values.export))
     if program:
-        of_configs = [
-            f"--{name}" for name in ("config", "rules", "mesh", "set", "phase", "export") if values[name].present
-        ]
+        names_of_configs = ("config", "rules", "mesh", "set", "phase", "export", "assume", "price")
+        of_configs = [f"--{name}" for name in names_of_configs if values[name].present]
         if of_configs or names:
             raise InputError(
                 f"--program={program}: {' '.join([*of_configs, *names])}: this step has no config and no rules"
@@ -105,7 +108,9 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
         if program:
             reports = [api.explain(program, target=values.target)]
         else:
-            reports = api.compare(config, layouts, values.target, values.phase, values.export)
+            reports = api.compare(
+                config, layouts, values.target, values.phase, values.export, values.assume, values.price
+            )
         rows = None
         if len(layouts) == 2 and values.phase == "train":  # which plan estimates
             rows = api.compare_rows(config, layouts[0], layouts[1], values.target)

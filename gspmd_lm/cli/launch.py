@@ -12,7 +12,18 @@ from gspmd_lm.launch.job import ABOUT, KEYS, Job
 
 
 def _define(flags: Flags) -> None:
-    run = ("place", "workdir", "train", "name", "max_retries", "max_hours", "max_usd", "usd_per_hour", "autodelete")
+    run = (
+        "place",
+        "workdir",
+        "train",
+        "name",
+        "max_retries",
+        "max_hours",
+        "max_usd",
+        "usd_per_hour",
+        "assume",
+        "autodelete",
+    )
     for name, field in KEYS.items():
         flags.group(RUN if name in run else RESULTS if name == "logs" else MACHINE)
         if isinstance(field.default, bool):
@@ -60,11 +71,13 @@ def _check(job: Job) -> float:
         raise InputError(f"train: {rest[0]}: flags begin with --\n  fix   train: --config=NAME --rules=NAME")
     rules, config = inputs.read_rules(values), inputs.read_config(values)
     inputs.on_the_cpu()
+    from gspmd_lm.hardware import capacity
     from gspmd_lm.launch import checks
 
     price, target = checks.price(job), job.target
+    capacity.read_assumptions(job.assume, "assume: ")
     if target and values.rules != inputs.PLAN:
-        for note in checks.check_layout(config, rules, target, job.place):
+        for note in checks.check_layout(config, rules, target, job):
             outputs.say(note)
     if job.place != "local":
         for note in checks.check_data(config):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from gspmd_lm.cli import outputs
-from gspmd_lm.cli.verb import RESULTS, Flags, Verb, on_target, overrides
+from gspmd_lm.cli.verb import RESULTS, Flags, Verb, about_job, on_target, overrides
 from gspmd_lm.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
@@ -45,11 +45,7 @@ def _define(flags: Flags) -> None:
         "tokens", None, "How many tokens to train on, such as 1e12: say how long that takes, and what it costs."
     )
     flags.number("days", None, "In how many days --tokens must be done.")
-    flags.several(
-        "price",
-        "Dollars per chip and hour, such as v5e=1.2. By default the lowest public price, where "
-        "there is one. This flag may be repeated.",
-    )
+    about_job(flags)
     flags.group(RESULTS)
     flags.text(
         "out",
@@ -65,6 +61,7 @@ def _define(flags: Flags) -> None:
 def run(values: flags.FlagValues, names: list[str]) -> int:
     """Plans for each target, prints what was found and writes the files of the flags. Returns the exit code."""
     from gspmd_lm.cli import inputs
+    from gspmd_lm.hardware import capacity
     from gspmd_lm.hardware import target as targets
 
     inputs.no_rules_sets(values)
@@ -73,7 +70,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         raise InputError(f"plan needs --target\n  fix   {_EXAMPLE}")
     places = [targets.parse(text) for text in values.target.split(",")]
     cases = [(place, one) for place in places for one in _batches(config, values.batch)]
-    prices = _prices(values.price)
+    prices, assumed = capacity.read_prices(values.price), capacity.read_assumptions(values.assume)
     _check(values, cases)
     inputs.log_to_stderr()
     inputs.on_the_cpu()
@@ -90,8 +87,8 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     rank_by = search.ranking(places[0])
     plans = search.plans(searched, minutes=values.minutes, say=outputs.say, rank_by=rank_by)
     for planned, (place, asked) in zip(plans, cases, strict=True):
-        usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
-        outcomes.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
+        sought = values.tokens or 0.0, values.days or 0.0
+        outcomes.append(outcome.Outcome(planned, asked.data.batch, place.price(prices), *sought, assumed))
     best = shown.rank(outcomes)[0]
     asked = next(asked for (_, asked), one in zip(cases, outcomes, strict=True) if one is best)
     advised: list[shown.Note] = []
@@ -148,28 +145,6 @@ def _batches(config: "Config", span: str | None) -> "list[Config]":
         return [configs.from_dict({**plain, "data": {**plain["data"], "batch": n}}, f"--batch={span}") for n in sizes]
     except InputError as error:
         raise InputError(f"{error}\n  fix   --batch=128:1024") from error
-
-
-def _prices(given_prices: Sequence[str]) -> dict[str, float]:
-    """Chip -> dollars per chip and hour, of --price=v5e=1.2, which may be repeated or have commas."""
-    from gspmd_lm.hardware.chips import CHIPS
-
-    prices = {}
-    for entry in (entry for text in given_prices for entry in text.split(",")):
-        chip, equals, amount = entry.partition("=")
-        if not equals or chip not in CHIPS:
-            raise InputError(
-                f"--price={entry}: not a chip and its price\n  fix   --price=v5e=1.2, with one of {', '.join(CHIPS)}"
-            )
-        try:
-            prices[chip] = float(amount)
-        except ValueError:
-            prices[chip] = math.nan
-        if not 0 <= prices[chip] < math.inf:
-            raise InputError(
-                f"--price={entry}: {amount!r} is not a price in dollars per chip and hour\n  fix   --price={chip}=1.2"
-            )
-    return prices
 
 
 def _check(values: flags.FlagValues, cases: "Sequence[tuple[Target, Config]]") -> None:

@@ -7,7 +7,8 @@ from typing import Any
 from absl import flags
 
 # Groups of flags, in the help.
-INPUTS, RUN, RESULTS, MACHINE, HELP = "What is computed, and where", "The run", "Results", "The machine", "Help"
+INPUTS, RUN, JOB, RESULTS = "What is computed, and where", "The run", "The whole job", "Results"
+MACHINE, HELP = "The machine", "Help"
 
 
 class Flags:
@@ -80,6 +81,23 @@ def overrides(flags: Flags, mesh: bool = True) -> None:
     )
     if mesh:
         flags.text("mesh", "", "Lay sizes over the mesh of the rules file, such as tensor=4 or data=2,tensor=4.")
+
+
+def about_job(flags: Flags) -> None:
+    """Defines what is taken for granted of a whole job, and what its chips cost."""
+    flags.group(JOB)
+    flags.several(
+        "price",
+        "Dollars per chip and hour, such as v5e=1.2, or v5e=1.2/0.6 with the price on spot. By default the lowest "
+        "public price on demand, where there is one. This flag may be repeated.",
+    )
+    flags.text(
+        "assume",
+        "",
+        "What is known of the job, with commas between: storage_gb_per_s (that one host writes and reads; 1 by "
+        "default), notice_s (of a preemption; 30), preemptions_per_day (on spot), failure_hours (of one chip; 50700), "
+        "away_s (until there are hosts again; 300), start_s (of processes; 30).",
+    )
 
 
 def on_devices(flags: Flags) -> None:

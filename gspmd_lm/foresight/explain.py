@@ -11,7 +11,7 @@ import jax
 from gspmd_lm import files
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.foresight import advice, bounds, collectives, exported, hlo, memory, table
+from gspmd_lm.foresight import advice, bounds, collectives, exported, hlo, memory, table, whole_job
 from gspmd_lm.foresight.any_step import Program
 from gspmd_lm.foresight.compile import PHASES, CompiledProgram, CompileRequest, Progress, programs, sizes
 from gspmd_lm.foresight.graph import DataflowGraph
@@ -20,6 +20,7 @@ from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing import predict
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.capacity import Assumptions, Price
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
@@ -150,6 +151,11 @@ def report(
     if config and phase != "decode":
         attention = kernel_choice(rules, config, target.processor, _required_pass(config, phase))
     gather = choices.gather_choice(task, rules, target.processor) if phase == "train" else ""
+    work = None
+    if phase == "train" and read.prediction:
+        work = whole_job.describe_work(
+            task, rules, arrays, target, read.prediction.step_time_s, read.memory.state_bytes, program.compile_s
+        )
     report = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
@@ -161,6 +167,7 @@ def report(
         attention=attention,
         gather=gather,
         matmuls=narrow,
+        job=work and whole_job.predict(work, Assumptions(), target.price({})),
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if config else arrays.parameter_count,
         tokens=tokens,
@@ -180,6 +187,11 @@ def report(
         report, config, rules, target.processor, problems, graph.looked_up, read.module, program.notes
     )
     return dataclasses.replace(report, warnings=warned)
+
+
+def with_job(report: Report, assumed: Assumptions, price: Price) -> Report:
+    """The report with the course of its whole job under other assumptions, and at another price of a chip."""
+    return dataclasses.replace(report, job=report.job and whole_job.predict(report.job.work, assumed, price))
 
 
 def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Progress = lambda _: None) -> Report:

@@ -69,6 +69,11 @@ class Memory:
     arguments_bytes: int = 0
     results_bytes: int = 0
 
+    @property
+    def state_bytes(self) -> int:
+        """Weights and optimizer state, which checkpoints hold."""
+        return self.weights_bytes + self.optimizer_bytes
+
 
 def measure(
     compiled: Mapping[str, int],

@@ -10,6 +10,7 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.predict import Prediction
+from gspmd_lm.foresight.whole_job import WholeJob
 from gspmd_lm.units import bits
 
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it
@@ -51,6 +52,7 @@ class Report:
     attention: str = ""  # the kernel, and why it is not the fastest; "" where there is nothing to choose
     gather: str = ""  # when stages gather their weights, and why; "" where there is nothing to choose
     unit: str = "tokens"  # what `tokens` and speeds count; "rows" of a task that does not say how many tokens it has
+    job: WholeJob | None = None  # of a train step whose time is predicted
     matmuls: str = ""  # of which dtype of 8 bits the operands of products are; "" where they are not of 8 bits
 
     @property

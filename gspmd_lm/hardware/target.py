@@ -7,11 +7,12 @@ import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gspmd_lm import versions
 from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.hardware.capacity import Price
 from gspmd_lm.hardware.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
@@ -25,6 +26,7 @@ _CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
 _MOST_CUBES = {"v4": 64, "v5p": 96, "tpu7x": 144}
 _LONGEST = 256  # chips along a dimension of a slice that Google Cloud has a name for
 _GPUS_PER_HOST = 8
+_CHIPS_PER_HOST = 4
 MOST_DEVICES = 2**18  # more than the largest cluster that is known, of 200,000; jax makes an object of each
 _GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
 _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, v5p-128, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
@@ -53,6 +55,19 @@ class Target:
     def usd_per_billion(self, per_s: float, usd_per_chip_hour: float) -> float:
         """The price of a billion tokens, or rows, on a target that computes `per_s` of them in a second."""
         return 1e9 / per_s / 3600 * self.chips * usd_per_chip_hour
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are. A host of TPUs has four chips, as jax's topologies have it, or a whole slice."""
+        if self.platform != "tpu":
+            return self.topology[0] if self.platform == "gpu" else 1
+        return self.slices * max(1, math.prod(self.topology) // _CHIPS_PER_HOST)
+
+    def price(self, given: Mapping[str, Price]) -> Price:
+        """The price of a chip: the one that is given for it, else the lowest public one on demand."""
+        if self.chip is None:
+            return Price()
+        return given.get(self.chip.name, Price(self.chip.usd_per_hour))
 
     @property
     def processor(self) -> Processor:

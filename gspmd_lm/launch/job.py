@@ -44,6 +44,9 @@ class Job:
         Positive | None, "Stop the run when the accelerator has cost so much. The default is no limit."
     ] = None
     usd_per_hour: Annotated[Positive | None, "The price of a chip. The default is the public price on demand."] = None
+    assume: Annotated[str, "What is known of the job: preemptions_per_day=4,storage_gb_per_s=2, as explain has it."] = (
+        ""
+    )
     autodelete: Annotated[bool, "Give the slice back at the end, if launch created it."] = False
     logs: Annotated[str, "The folder of the logs of all processes. The default is runs/NAME.launch."] = ""
 

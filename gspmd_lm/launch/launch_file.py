@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
+from etils import epath
 
+from gspmd_lm import files
 from gspmd_lm.config import core_yaml, paths
 from gspmd_lm.config.types import STRICT, explain_problem
 from gspmd_lm.errors import InputError
 from gspmd_lm.launch.job import ABOUT, Job
+from gspmd_lm.workdir import layout
 
 _JOB = pydantic.TypeAdapter(pydantic.with_config(STRICT)(Job))
 
@@ -38,6 +41,27 @@ def read(path: str | None, flags: Mapping[str, Any], more: Sequence[str] = ()) -
     last = job.workdir.rstrip("/").rpartition("/")[2]
     name = job.name or re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")
     return dataclasses.replace(job, train=train, name=name, logs=job.logs or f"runs/{name}.launch")
+
+
+def find_logs(place: str) -> epath.Path:
+    """The folder of logs that a launch file means, or a workdir, or that is named itself. It may be remote.
+
+    Raises InputError if there is none.
+    """
+    if place.endswith((".yaml", ".yml")):
+        tried = [read(place, {}).logs]
+    else:
+        whole = place.rstrip("/")
+        beside, default = [whole, f"{whole}.launch"], [f"runs/{whole.rpartition('/')[2]}.launch"]
+        tried = [*default, *beside] if files.is_remote(whole) else [*beside, *default]
+    for name in dict.fromkeys(tried):
+        folder = layout.workdir_path(name)
+        if folder.is_dir() and any(one.name.isdecimal() or one.suffix == ".log" for one in folder.iterdir()):
+            return folder
+    raise InputError(
+        f"{place}: no logs of a launch in {' or '.join(dict.fromkeys(tried))}\n"
+        "  fix   name the launch file, its workdir or the folder of its logs"
+    )
 
 
 def check(job: Job, needed: Sequence[str]) -> None:

@@ -5,6 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from etils import epath
+from etils.epath import PathLike
+
+OF_LAUNCH = "launch.txt"  # in the folder of the logs: all that launch has said
 ENDED = "gspmd_lm launch: ended with"  # and the exit code: the last line of a process on another host
 _STEP = re.compile(rb"^(?:restored )?step +(\d+)", re.M)
 _TAIL_BYTES = 1 << 16
@@ -25,12 +29,13 @@ def add_line(path: Path, line: str) -> None:
 class Follower:
     """The new lines of one file, which need not be there yet. A file that is written again has the same lines."""
 
-    def __init__(self, path: Path):
-        self.path, self._at = path, 0
+    def __init__(self, path: PathLike, at: int = 0):
+        """at: the byte with which the first line begins."""
+        self.path, self._at = epath.Path(path), at
 
     def lines(self) -> Iterator[str]:
         """The whole lines since the last call."""
-        size = self.path.stat().st_size if self.path.exists() else 0
+        size = self.path.stat().length if self.path.exists() else 0
         if size <= self._at:
             return
         with self.path.open("rb") as file:
@@ -41,17 +46,48 @@ class Follower:
         yield from whole.decode(errors="replace").splitlines()
 
 
-def files(folder: Path) -> list[Path]:
+class RunFollower:
+    """The new lines of all processes of a launch and of launch itself, first those of its newest attempt."""
+
+    def __init__(self, folder: PathLike, count: int):
+        """folder: of a launch, which holds a folder for each attempt; or of one attempt. It may be remote.
+
+        count: how many of the last lines of each file come first.
+        """
+        self.folder, self._count = epath.Path(folder), count
+        self._followers: dict[epath.Path, Follower] = {}
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """The whole lines since the last call, each with the name of its process before it."""
+        attempts = [one for one in self.folder.iterdir() if one.name.isdecimal()]
+        newest = max(attempts, key=lambda one: int(one.name), default=self.folder)
+        own = [path for path in (self.folder / OF_LAUNCH,) if path.exists()]
+        for path in [*own, *files(newest)]:
+            if path not in self._followers:
+                self._followers[path] = Follower(path, _start_of_last(path, self._count))
+            name = "launch" if path.name == OF_LAUNCH else path.stem
+            yield from ((name, line) for line in self._followers[path].lines())
+
+
+def _start_of_last(path: epath.Path, count: int) -> int:
+    """The byte with which the last `count` whole lines of a file begin."""
+    tail = end(path)
+    whole = tail[: tail.rfind(b"\n") + 1].splitlines(keepends=True)
+    return path.stat().length - len(tail) + sum(map(len, whole[: max(0, len(whole) - count)]))
+
+
+def files(folder: PathLike) -> list[epath.Path]:
     """The logs in a folder, in the order of their processes."""
-    return sorted(folder.glob("*.log"), key=lambda path: (len(path.stem), path.stem))
+    return sorted(epath.Path(folder).glob("*.log"), key=lambda path: (len(path.stem), path.stem))
 
 
-def end(path: Path) -> bytes:
+def end(path: PathLike) -> bytes:
     """The end of a file; nothing if there is none."""
+    path = epath.Path(path)
     if not path.exists():
         return b""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        file.seek(max(0, path.stat().length - _TAIL_BYTES))
         return file.read()
 
 
@@ -61,7 +97,7 @@ def step(folder: Path) -> int:
     return steps[-1] if steps else -1
 
 
-def exit_code(path: Path) -> int | None:
+def exit_code(path: PathLike) -> int | None:
     """The exit code in the last line of a log; None if it is not there."""
     last = re.search(rb"%s (\d+)\s*\Z" % ENDED.encode(), end(path))
     return int(last[1]) if last else None

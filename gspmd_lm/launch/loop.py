@@ -21,7 +21,6 @@ from gspmd_lm.launch.place import CommandFailed, Place, State
 from gspmd_lm.units import plural
 
 RECORD = "launch.json"  # in the folder of the logs: what the same command, given again, must know
-LOG = "launch.txt"  # beside it: all that launch has said
 SAME_STEP = 3  # failures at one step, after which another attempt would fail there too
 UNREACHABLE = 10  # the same for processes that are only out of sight
 
@@ -295,7 +294,7 @@ class Launch:
 
     def _say(self, text: str) -> None:
         """Prints a text, and keeps it in a file that is there when the terminal is closed."""
-        logs.add_line(self.folder / LOG, f"{time.strftime('%F %T')} {text}")
+        logs.add_line(self.folder / logs.OF_LAUNCH, f"{time.strftime('%F %T')} {text}")
         self._show([text])
 
     def _show(self, lines: Iterator[str] | Sequence[str]) -> None:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gspmd_lm.foresight import whole_job
 from gspmd_lm.foresight.timing.predict import Parts, differences, parts_s
-from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.foresight.whole_job import WholeJob
+from gspmd_lm.hardware.capacity import Assumptions, Price
 from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
 from gspmd_lm.plan.front import pareto_front
 from gspmd_lm.units import human_bytes, human_seconds
@@ -37,9 +39,24 @@ class Outcome:
 
     plan: Plan
     batch: int  # rows of a step
-    usd_per_chip_hour: float | None = None
+    price: Price = dataclasses.field(default_factory=Price)  # of a chip
     tokens: float = 0.0  # to train on; 0: none were asked for
     days: float = 0.0  # in which they must be done; 0: no matter when
+    assumed: Assumptions = dataclasses.field(default_factory=Assumptions)
+
+    @property
+    def usd_per_chip_hour(self) -> float | None:
+        """The price of a chip on demand."""
+        return self.price.on_demand
+
+    @property
+    def job(self) -> WholeJob | None:
+        """The course of the whole job under the best layout, for all `tokens`; None if it was not compiled."""
+        report = self.plan.best and self.plan.best.report
+        if not report or not report.job:
+            return None
+        steps = math.ceil(self.tokens / self.plan.tokens) or report.job.work.steps
+        return whole_job.predict(dataclasses.replace(report.job.work, steps=steps), self.assumed, self.price)
 
     @property
     def tokens_per_s(self) -> float:
@@ -166,11 +183,6 @@ def front(lines: Sequence[Line]) -> list[Line]:
     return pareto_front(lines, lambda line: (line.step_time_s, line.peak_bytes))
 
 
-def hourly_usd(chip: str, usd_of: Mapping[str, float]) -> float | None:
-    """The price of a chip for an hour: the user's, else the lowest public one, else None."""
-    return usd_of.get(chip, CHIPS[chip].usd_per_hour)
-
-
 def to_json(outcomes: Sequence[Outcome]) -> dict[str, Any] | list[dict[str, Any]]:
     """The output of --json: an object for one plan, a list for several. docs/plan.md documents the keys."""
     objects = [_object(outcome) for outcome in outcomes]
@@ -208,6 +220,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "days_needed": outcome.days_needed if outcome.tokens and outcome.tokens_per_s else None,
         "usd": outcome.usd,
         "chips_in_time": outcome.chips_in_time,
+        "job": outcome.job and dataclasses.asdict(outcome.job),
     }
 
 

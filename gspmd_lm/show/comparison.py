@@ -12,6 +12,7 @@ from rich.console import Console
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.predict import differences
+from gspmd_lm.hardware.capacity import Assumptions
 from gspmd_lm.plan.row_changes import RowComparison
 from gspmd_lm.sharding.rules import describe_split
 from gspmd_lm.show import html, row_changes, terminal
@@ -41,6 +42,7 @@ ALIKE = 0.01  # the times of two layouts that differ by less are the same
 def show(reports: Sequence[Report], console: Console, rows: RowComparison | None = None) -> None:
     """Prints one report, no longer than a screen, or several side by side with the best first.
 
+    The section on the whole job follows where its user has said something of it.
     rows: what each row changes that two layouts do not share.
     """
     if len(reports) > 1:
@@ -49,7 +51,10 @@ def show(reports: Sequence[Report], console: Console, rows: RowComparison | None
     else:
         # The summary has the facts.
         shown = [dataclasses.replace(section, facts=()) for section in sections(reports[0]) if section.blocks]
-        terminal.show(console, shown, title(reports[0]), about(reports[0]), LINES)
+        job = reports[0].job
+        terminal.show(console, shown[:-1] if job else shown, title(reports[0]), about(reports[0]), LINES)
+        if job and job.assumed != Assumptions():  # somebody asked
+            terminal.show(console, [Section("", "", []), *shown[-1:]])
 
 
 def page(reports: Sequence[Report], command: str = "", rows: RowComparison | None = None) -> str:
@@ -76,8 +81,8 @@ def layouts(reports: Sequence[Report]) -> str:
 
 def _layout(report: Report, number: int, several: bool) -> str:
     """What a page shows: besides `sections`, drawings. `number` is the layout's place in `data`."""
-    whole, warnings, memory, time, sent = sections(report)
-    content = [warnings, memory, time, *_layer(report), sent, mesh_section(report, number), _made_with(report)]
+    whole, warnings, memory, time, sent, *job = sections(report)
+    content = [warnings, memory, time, *_layer(report), sent, *job, mesh_section(report, number), _made_with(report)]
     name = f"<h2>{text(title(report))}</h2>" if several else ""
     return (
         f'<article class="layout" id="layout-{number}" data-name="{text(report.layout)}">{name}'

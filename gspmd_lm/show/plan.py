@@ -11,12 +11,12 @@ from gspmd_lm.plan import candidate
 from gspmd_lm.plan.advice import Change, Larger
 from gspmd_lm.plan.candidate import Plan
 from gspmd_lm.plan.outcome import SHOWN, Line, Outcome, front, not_ranked
-from gspmd_lm.show import comparison, html, terminal
+from gspmd_lm.show import comparison, html, terminal, whole_job
 from gspmd_lm.show.document import Cell, Figure, Notes, Section, Text, figure, table_of
 from gspmd_lm.show.report import hardware
 from gspmd_lm.show.svg import Axis, Plot
 from gspmd_lm.train.progress import SHORT
-from gspmd_lm.units import human_bytes, human_count, human_duration, human_seconds, plural
+from gspmd_lm.units import human_amount, human_bytes, human_count, human_duration, human_seconds, plural
 
 MOST_EXPOSED = 2  # mesh axes in a cell
 IN_FULL = 3  # layouts of which the page says everything
@@ -51,7 +51,8 @@ def sections(outcomes: Sequence[Outcome], advice: Sequence[Note] = ()) -> list[S
     """What a terminal and a page show: the targets if they are several, and the ranking of the best plan."""
     best, *others = rank(outcomes)
     compared = [_targets([best, *others])] if others else []
-    return [*compared, _ranking(best, advice) if best.plan.best else _nothing_fits(best, advice)]
+    job = [whole_job.section(best.job)] if best.job else []
+    return [*compared, _ranking(best, advice) if best.plan.best else _nothing_fits(best, advice), *job]
 
 
 def rank(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -165,9 +166,9 @@ def answer(outcome: Outcome) -> str:
     price = (
         ""
         if outcome.usd is None
-        else f", for {_amount(outcome.usd)} dollars at {outcome.usd_per_chip_hour:g} a chip and hour"
+        else f", for {human_amount(outcome.usd)} dollars at {outcome.usd_per_chip_hour:g} a chip and hour"
     )
-    sentence = f"{human_count(outcome.tokens)} tokens take {_amount(outcome.days_needed)} days{price}"
+    sentence = f"{human_count(outcome.tokens)} tokens take {human_amount(outcome.days_needed)} days{price}"
     if outcome.in_time is False:
         return (
             f"{sentence}: {outcome.days_needed / outcome.days:.2f} times the {outcome.days:g} days that there are; "
@@ -182,13 +183,6 @@ def enough(outcome: Outcome) -> str:
     assert chips
     larger = with_chips(target, chips)
     return f"{chips:,} chips" + (f" ({larger.text})" if larger else "")
-
-
-def _amount(value: float) -> str:
-    """'1,234', '37.2', '0.0033': of days or dollars, of which there may be little."""
-    if 0 < value < 0.001:
-        return "under 0.001"
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}" if value >= 0.995 else f"{value:.2g}"
 
 
 def estimate_error(plan: Plan) -> str:
@@ -285,8 +279,8 @@ def target_row(outcome: Outcome) -> dict[str, str]:
         "step": figure(line and line.step_time_s, human_seconds),
         "tokens/s": figure(line and line.tokens_per_s, "{:,.0f}".format),
         "$/B tok": figure(line and line.usd_per_billion_tokens, "{:,.2f}".format),
-        "days": figure(outcome.days_needed if line and outcome.tokens else None, _amount),
-        "$ in all": figure(line and outcome.usd, _amount),
+        "days": figure(outcome.days_needed if line and outcome.tokens else None, human_amount),
+        "$ in all": figure(line and outcome.usd, human_amount),
         "in time": {None: "-", True: "yes", False: "NO"}[outcome.in_time if line else None],
         "searched": outcome.searched,
     }

@@ -10,7 +10,7 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.timing.predict import Prediction, parts_s
-from gspmd_lm.show import terminal
+from gspmd_lm.show import terminal, whole_job
 from gspmd_lm.show.document import (
     Block,
     Cell,
@@ -126,9 +126,11 @@ def about(report: Report) -> str:
 
 
 def sections(report: Report) -> list[Section]:
-    """What a terminal and a page show of a report: a summary, warnings, memory, step time and collectives."""
-    whole = Section("", "", [Notes(summary(report))])
-    return [whole, _warnings(report), _memory(report), _time(report), _collectives(report)]
+    """What a terminal and a page show: a summary, warnings, memory, step time, collectives, and then the whole job."""
+    words = [("job", whole_job.words(report.job))] if report.job else []
+    whole = Section("", "", [Notes([*summary(report), *words])])
+    job = [whole_job.section(report.job)] if report.job else []
+    return [whole, _warnings(report), _memory(report), _time(report), _collectives(report), *job]
 
 
 def _warnings(report: Report) -> Section:

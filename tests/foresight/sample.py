@@ -9,6 +9,8 @@ from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.foresight.table import PlacedArray, PlacedState
 from gspmd_lm.foresight.timing.predict import Prediction, Span
+from gspmd_lm.foresight.whole_job import Work, predict
+from gspmd_lm.hardware.capacity import Assumptions, Price
 from gspmd_lm.hardware.network import Network
 
 MB, GB = 10**6, 10**9
@@ -197,6 +199,13 @@ PREDICTION = Prediction(
     fusions=(("layers.mlp.w_gate gradient", 1.25), ("layers.mlp.w_up gradient", 1.25)),
 )  # fmt: skip
 
+JOB = predict(
+    Work(steps=100_000, step_time_s=14.92, compile_s=41.3, chips=64, hosts=16, checkpoint_bytes=96 * GB,
+         restored_bytes=6 * GB, state_bytes=1506 * MB, copied_bytes=1506 * MB, host_bytes_per_s=16e9, rows_per_s=2.14,
+         read_bytes_per_s=175_000.0, checkpoint_minutes=10.0, checkpoint_every=0),
+    Assumptions(preemptions_per_day=4), Price(4.2, 1.9),
+)  # fmt: skip
+
 LLAMA = Report(
     target="v5p:4x4x4", chip="TPU v5p", devices=64, config="llama3_8b", rules="rules/fsdp_tp.yaml", phase="train",
     mesh={"fsdp": 16, "tensor": 4}, parameters=8_030_261_248, active_parameters=8_030_261_248, tokens=512 * 8192,
@@ -215,7 +224,7 @@ LLAMA = Report(
     floor=LowerBounds(compute_s=7.79, memory_s=0.21, communication_bytes=420 * GB,
                 communication_by_axis={"fsdp": 10 * GB, "tensor": 410 * GB}, flops=3.576e15, dtype="bfloat16",
                 by_array=(ArrayTransfers("residual", "forward", "tensor", "all-gather", 64, 410 * GB),)),
-    warnings=WARNINGS, compile_s=41.3,
+    warnings=WARNINGS, compile_s=41.3, job=JOB,
     versions={"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1",
               "xla_tpu_enable_async_collective_fusion": "true"},
     arrays=ARRAYS,
@@ -252,7 +261,7 @@ REFUSED = dataclasses.replace(
         peak_bytes=230_451 * MB, limit_bytes=16_909 * MB, host_bytes=0, fits=False, largest=LLAMA.memory.largest,
         refusal="Ran out of memory in memory space hbm. Used 214.62G of 15.75G hbm. Exceeded hbm capacity by 198.87G.",
     ),
-    collectives=(), prediction=None, no_prediction="the compiler refused the program for memory",
+    collectives=(), prediction=None, job=None, no_prediction="the compiler refused the program for memory",
     warnings=(Finding("does_not_fit", "temporaries alone take 12.9 times the memory of a device",
                       "set remat: block and microbatches: 16, or take more devices"),),
     compile_s=1.2,
@@ -271,7 +280,7 @@ CPU = dataclasses.replace(
         dataclasses.replace(found, bytes_per_device_per_step=found.bytes_per_device_per_step // 10**5, dtype="f32")
         for found in COLLECTIVES[2:7]
     ),
-    prediction=None, no_prediction="cpu:8 stands for no hardware: memory and collectives only",
+    prediction=None, job=None, no_prediction="cpu:8 stands for no hardware: memory and collectives only",
     floor=LowerBounds(None, None, 2 * MB, {"fsdp": MB, "tensor": MB}, 1.6e9, "float32"), warnings=(), compile_s=2.4,
     versions={"jax": "0.10.2", "jaxlib": "0.10.2"},
     arrays=(

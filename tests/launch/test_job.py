@@ -1,5 +1,6 @@
 """What is wrong with a launch is said before anything is asked for."""
 
+import re
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ from gspmd_lm import api, cli
 from gspmd_lm.foresight import explain
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.launch import checks
+from gspmd_lm.launch.job import Job
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.train import decoder
 from gspmd_lm.units import human_bytes
@@ -56,6 +58,7 @@ WRONG = {
     "a second workdir": (["--", "--workdir=runs/x"], "train: --workdir=runs/x", "move it to workdir"),
     "a workdir that is lost with the slice": (["--workdir=runs/x"], "the workdir is in a bucket"),
     "a name for no slice": (["--name=Llama_3"], "name: 'Llama_3' is no name"),
+    "something unknown of the job": (["--assume=notices=3"], "assume: notices=3: no such key", "notice_s"),
     "a file that no host would find": (["--", "--rules=../rules.yaml"], "lies outside of this folder"),
 }
 
@@ -116,5 +119,32 @@ def test_memory_is_that_of_the_attention_kernel_that_will_run():
     rules = api.load_rules("fsdp_tp")
     settled = explain.settle_layout(decoder.task(config), rules, target)
     needed = Estimator(config, target).estimate(settled).peak_bytes
-    (line,) = checks.check_layout(config, rules, target, "tpu-vm")
-    assert line.startswith(f"memory: about {human_bytes(needed)} a device")
+    lines = checks.check_layout(config, rules, target, Job(place="tpu-vm", accelerator="v5e:16x16"))
+    assert next(lines).startswith(f"memory: about {human_bytes(needed)} a device")
+
+
+def lines_of_job(**keys):
+    config, job = api.load_config("llama3_8b", ["train.steps=10000"]), Job(accelerator="v5e:16x16", **keys)
+    rules = api.load_rules("fsdp_tp", overrides=["rules.remat=block", "rules.microbatches=4"])
+    return "\n".join(checks.check_layout(config, rules, job.target, job))
+
+
+def test_the_time_and_price_of_the_job_are_said_beforehand():
+    known = "preemptions_per_day=12,away_s=600"
+    said = lines_of_job(spot=True, usd_per_hour=0.6, assume=known, max_usd=100.0, max_hours=2.0)
+    found = re.search(r"job: about ([\d.]+) days, ([\d,]+) dollars, goodput ([\d.]+)% for 10,000 steps", said)
+    days, usd, goodput = (float(figure.replace(",", "")) for figure in found.groups())
+    # Of 256 chips, which are away for ten minutes twelve times a day.
+    assert usd == pytest.approx(days * 24 / (1 + 12 * 600 / 86400) * 256 * 0.6, rel=0.01)
+    assert 50 < goodput < 90
+    assert re.search(
+        r"checkpoints: 96.4 GB, every \d+m\d\ds; each is whole after .*, too late for a notice of 30s", said
+    )
+    assert "max_hours: 2 h end before the job does" in said
+    assert "max_usd: 100.00 are spent before the job ends" in said
+
+
+def test_what_is_not_known_of_spot_is_said():
+    assert "without preemptions, since assume does not say" in lines_of_job(spot=True)
+    assert "preemptions_per_day" not in lines_of_job()
+    assert "max_usd" not in lines_of_job(max_usd=1e9)

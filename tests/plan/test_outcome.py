@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import re
 import types
 from pathlib import Path
@@ -18,6 +19,7 @@ from gspmd_lm.cli import plan as verb
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.capacity import Assumptions, Price
 from gspmd_lm.plan import advice, outcome, search, space
 from gspmd_lm.plan import candidate as candidates
 from gspmd_lm.plan.candidate import Candidate, Plan
@@ -25,6 +27,7 @@ from gspmd_lm.plan.estimate import Estimate
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.show import html as html_of
 from gspmd_lm.show import plan as shown
+from tests.foresight import sample
 
 TARGET = targets.parse("h100:8")
 RAWS = (
@@ -51,6 +54,7 @@ def candidate(raw, parts, compiled=True):
         prediction=prediction,
         memory=types.SimpleNamespace(fits=True, peak_bytes=int(peak)),
         floor=types.SimpleNamespace(compute_s=1.0),
+        job=sample.JOB,
     )
     rules = rules_file.from_dict(raw, space.describe(raw)).fill(8)
     return Candidate(raw, rules, price, report if compiled else None, limit_bytes=60_000_000_000)  # type: ignore[arg-type]
@@ -60,7 +64,7 @@ def candidate(raw, parts, compiled=True):
 def planned():
     each = [candidate(raw, parts, n < 3) for n, (raw, parts) in enumerate(zip(RAWS, PARTS, strict=True))]
     plan = Plan(TARGET, "little", 1_000_000, tuple(each), tuple(each[:2]), 4, 3, 61.0, 0.08, each[0])
-    return outcome.Outcome(plan, 64, usd_per_chip_hour=3.0, tokens=1e12, days=14.0)
+    return outcome.Outcome(plan, 64, price=Price(3.0), tokens=1e12, days=14.0)
 
 
 def test_the_ranking_keeps_the_order_of_the_plan(planned):
@@ -84,9 +88,25 @@ def test_money_and_days_follow_from_tokens_per_second(planned):
     assert "take 37.0 days" in shown.answer(planned)
     assert "take under 0.001 days" in shown.answer(dataclasses.replace(planned, tokens=1e5, days=0.0))
     assert "take 0.0037 days" in shown.answer(dataclasses.replace(planned, tokens=1e8, days=0.0))
-    assert outcome.hourly_usd("v5e", {"v5e": 9.0}) == 9.0
-    assert outcome.hourly_usd("v5e", {}) == 1.2
-    assert outcome.hourly_usd("tpu7x", {}) is None
+    assert targets.parse("v5e:2x2").price({"v5e": Price(9.0, 4.0)}) == (9.0, 4.0)
+    assert targets.parse("v5e:2x2").price({}) == (1.2, None)
+    assert targets.parse("tpu7x:2x2x1").price({}) == targets.parse("cpu:8").price({}) == (None, None)
+
+
+def test_the_whole_job_is_that_of_the_best_layout_and_of_the_tokens(planned):
+    job = planned.job
+    assert job.work.steps == math.ceil(1e12 / planned.plan.tokens) and job.on_spot is None
+    assert job.on_demand.usd == pytest.approx(job.on_demand.days * 24 * job.work.chips * 3.0)
+    assert dataclasses.replace(planned, tokens=0.0).job.work.steps == sample.JOB.work.steps
+    on_spot = dataclasses.replace(
+        planned, price=Price(3.0, 1.0), assumed=Assumptions(preemptions_per_day=9)
+    ).job.on_spot
+    assert on_spot.interruptions_per_day == pytest.approx(9, abs=0.1) and on_spot.goodput < job.on_demand.goodput
+    estimated = dataclasses.replace(planned.plan.best, report=None)
+    plan = dataclasses.replace(planned.plan, best=estimated)
+    assert dataclasses.replace(planned, plan=plan).job is None
+    *_, section = shown.sections([planned])
+    assert section.title == "The whole job" and section.facts[0].value == f"{job.on_demand.goodput:.1%}"
 
 
 def test_why_a_layout_lost_names_every_part_that_differs(planned):
@@ -213,9 +233,9 @@ def test_the_terminal_and_the_page_show_the_same_layouts(planned):
 
 
 def test_targets_are_compared_by_what_their_tokens_cost(planned):
-    dear = dataclasses.replace(planned, usd_per_chip_hour=30.0, days=0.0)
+    dear = dataclasses.replace(planned, price=Price(30.0), days=0.0)
     cheap = dataclasses.replace(planned, days=0.0)
-    late = dataclasses.replace(planned, usd_per_chip_hour=0.1)
+    late = dataclasses.replace(planned, price=Price(0.1))
     nothing = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, best=None, candidates=()), days=0.0)
     assert shown.rank([late, nothing, dear, cheap]) == [cheap, dear, nothing, late]
     assert shown.target_row(nothing)["layout"] == "nothing fits"
