@@ -14,7 +14,6 @@ from gspmd_lm.foresight.explain import settle_layout
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan import candidate, search
 from gspmd_lm.plan.estimate import Estimator
-from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Row, Rules, divisors
 from gspmd_lm.sharding.slices import choose_crossing
@@ -200,9 +199,13 @@ def _search(config: Config, rules: Rules, target: Target, reason: str, say: Call
 
 
 def _as_file(given: Rules, rules: Rules) -> Rules:
-    """The rules that are read from the text of a file which says the same as filled `rules`."""
+    """The rules that are read from the text of a file which says the same as filled `rules`, without idle mesh axes."""
     name = f"{given.label} on {plural(rules.devices, 'device')}"
-    raw = rules_file.to_dict(rules)
+    mesh = {name: size for name, size in rules.mesh.items() if size > 1 or rules.devices == 1}
+    rows = (
+        dataclasses.replace(row, mesh_axes=tuple(name for name in row.mesh_axes if name in mesh)) for row in rules.rows
+    )
+    raw = rules_file.to_dict(dataclasses.replace(rules, mesh=mesh, rows=tuple(rows)))
     read = rules_file.from_dict(raw, name)
     return dataclasses.replace(read, text=f"# {name}, as --elastic chose it.\n{candidate.yaml(raw)}")
 
