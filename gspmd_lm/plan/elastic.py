@@ -211,7 +211,8 @@ def _as_file(given: Rules, rules: Rules) -> Rules:
 
 
 def _describe_mesh(mesh: Mapping[str, int]) -> str:
-    return " x ".join(f"{name}={size}" for name, size in mesh.items())
+    used = {name: size for name, size in mesh.items() if size > 1}
+    return " x ".join(f"{name}={size}" for name, size in (used or mesh).items())
 
 
 def _describe_change(before: Rules, layout: Layout, config: Config) -> str:

@@ -118,3 +118,12 @@ def test_memory_is_that_of_the_attention_kernel_that_will_run():
     needed = Estimator(config, target).estimate(settled).peak_bytes
     (line,) = checks.check_layout(config, rules, target, "tpu-vm")
     assert line.startswith(f"memory: about {human_bytes(needed)} a device")
+
+
+def test_an_elastic_job_is_checked_with_the_rules_that_its_slice_will_have(file, capsys):
+    """A mesh of eight does not fill sixteen chips, which is refused where the job is not elastic."""
+    file.behave(states=["ACTIVE"])
+    assert launch("one.yaml", "--accelerator=v5litepod-16", "--elastic", "--autodelete") == 0
+    said = capsys.readouterr().err
+    assert "--elastic: 16 devices: mesh data=2 x fsdp=8, in place of fsdp=8; a step has the same 16 rows" in said
+    assert "memory: about" in said and "--rules=fsdp8 --elastic --workdir" in file.started()[0]
