@@ -118,13 +118,13 @@ def appearing(folder: Path) -> Iterator[Path]:
         os.replace(partial, folder)
 
 
-def replace_json(path: Path, value: Any) -> None:
+def replace_json(path: Path | epath.Path, value: Any) -> None:
     """Writes a JSON value with its sha256 in one move. `read_json` reads it."""
     text = json.dumps(value)
     replace(path, json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "value": text}))
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path | epath.Path) -> Any:
     """The value that `replace_json` wrote. Raises InputError if the file is damaged or was written by other code."""
     raw = json_object(path.read_bytes(), path)
     if not isinstance(raw.get("value"), str):

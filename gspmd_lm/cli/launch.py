@@ -12,18 +12,8 @@ from gspmd_lm.launch.job import ABOUT, KEYS, Job
 
 
 def _define(flags: Flags) -> None:
-    run = (
-        "place",
-        "workdir",
-        "train",
-        "name",
-        "max_retries",
-        "max_hours",
-        "max_usd",
-        "usd_per_hour",
-        "assume",
-        "autodelete",
-    )
+    budget = ("max_retries", "max_hours", "max_usd", "usd_per_hour", "assume", "autodelete")
+    run = ("place", "workdir", "train", "name", "elastic", *budget)
     for name, field in KEYS.items():
         flags.group(RUN if name in run else RESULTS if name == "logs" else MACHINE)
         if isinstance(field.default, bool):
@@ -77,6 +67,12 @@ def _check(job: Job) -> float:
     price, target = checks.price(job), job.target
     capacity.read_assumptions(job.assume, "assume: ")
     if target and values.rules != inputs.PLAN:
+        if values.elastic:
+            from gspmd_lm.plan import elastic
+
+            rules, config, change = elastic.adapt(config, rules, target.devices, target, outputs.say)
+            if change:
+                outputs.say(f"--elastic: {change}")
         for note in checks.check_layout(config, rules, target, job):
             outputs.say(note)
     if job.place != "local":

@@ -45,6 +45,7 @@ class Loader:
     tokenizer: Path | None = None  # the tokenizer.json that was trained on the source
     classes: tuple[str, ...] = ()  # the labels of labelled texts; the place of one is its number in `labels`
     token_masks: packing.Masks | None = None  # they are put among the tokens of rows
+    padded_batch: int = 0  # rows of a batch with those of padding that follow the others in each; 0 means batch
 
     @property
     def epochs_per_step(self) -> float:
@@ -58,18 +59,17 @@ class Loader:
 
     def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """The source rows of the rows `batch_rows` of a step's batch; -1 for padding."""
-        if self.shares:
-            return np.asarray([self._row_of_mixture(step * self.batch + int(row)) for row in batch_rows], np.int64)
+        place = self._row_of_mixture if self.shares else self._row_of_epochs
+        numbers = [step * self.batch + row if row < self.batch else None for row in map(int, batch_rows)]
+        return np.asarray([-1 if number is None else place(number) for number in numbers], np.int64)
+
+    def _row_of_epochs(self, number: int) -> int:
+        """The source row that is row `number` of the endless sequence of epochs; -1 after the only one."""
         count = len(self.rows)
-        indices = []
-        for row in batch_rows:
-            epoch, i = divmod(step * self.batch + int(row), count)
-            if epoch and not self.repeat:
-                indices.append(-1)
-            else:
-                seed = _epoch_seed(self.seed, epoch)
-                indices.append(index_shuffle(i, max_index=count - 1, seed=seed, rounds=4))
-        return np.asarray(indices, np.int64)
+        epoch, i = divmod(number, count)
+        if epoch and not self.repeat:
+            return -1
+        return index_shuffle(i, max_index=count - 1, seed=_epoch_seed(self.seed, epoch), rounds=4)
 
     def _row_of_mixture(self, number: int) -> int:
         """The source row that is row `number` of the endless sequence that is drawn from several parts."""
@@ -90,7 +90,7 @@ class Loader:
 
         `row` is the row's number in the global batch.
         """
-        numbers = np.arange(self.batch, dtype=np.int32)[batch_rows]
+        numbers = np.arange(self.padded_batch or self.batch, dtype=np.int32)[batch_rows]
         arrays = self.rows.read(self.indices_at(step, numbers))
         if self.token_masks:
             arrays = self.token_masks.put(arrays, step * self.batch + numbers.astype(np.int64))
@@ -106,7 +106,8 @@ class Loader:
         early must close the generator. An error in the thread is raised here.
         """
         empty = self.rows_at(0, slice(0))
-        shapes = {name: (self.batch, *empty[name].shape[1:]) for name in shardings}
+        rows = self.padded_batch or self.batch
+        shapes = {name: (rows, *empty[name].shape[1:]) for name in shardings}
         local_rows = _local_rows(shardings, shapes)
         stop = sys.maxsize if stop_step is None else stop_step
         if not self.repeat:
@@ -225,6 +226,7 @@ def open_loaders(
         return Loader(
             rows=rows,
             batch=data.batch,
+            padded_batch=data.padded_batch,
             seed=seed,
             repeat=training,
             description="\n".join(lines),
@@ -251,6 +253,7 @@ def _media_loaders(config: Config, found: media.Opened) -> tuple[Loader, Loader 
         return Loader(
             rows=rows,
             batch=config.data.batch,
+            padded_batch=config.data.padded_batch,
             seed=seed,
             repeat=use == "training",
             description="\n".join(filter(None, lines)),
@@ -347,6 +350,7 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
         return Loader(
             rows=pairs.random(count, config, of_rows) if seq2seq else packing.random(count, data.seq, vocab, of_rows),
             batch=data.batch,
+            padded_batch=data.padded_batch,
             seed=seed,
             repeat=training,
             description=f"{use}: {count:,} rows of {data.seq + 1:,} random tokens below {vocab:,}",

@@ -88,6 +88,11 @@ class Run:
         assert self.step.task.train is not None, "the session has checked it"
         return self.step.task.train
 
+    @property
+    def batch(self) -> int:
+        """The rows that a step takes from the data."""
+        return self.step.config.data.batch if self.step.config else self.step.task.rows
+
     @functools.cached_property
     def rows(self) -> tuple[Rows, Rows | None]:
         """The rows to train on, and those that are held out. Every process has the same rows."""
@@ -163,7 +168,7 @@ class Run:
         if chosen.extra.get("data") != self.rows[0].fingerprint:
             self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
         changes = history.changes(self.workdir, describe_run(self.config or self.step.task))
-        changes += saving.moved_rows(chosen.step, chosen.extra, self.step.task.rows)
+        changes += saving.moved_rows(chosen.step, chosen.extra, self.batch)
         self.say("\n".join([f"restored step {chosen.step} of {self.workdir}", *changes]))
         return chosen.step, state
 
@@ -349,7 +354,7 @@ class _Training:
         run, best = self.run, self.best
         extra = {
             "data": run.rows[0].fingerprint,
-            "batch": run.step.task.rows,
+            "batch": run.batch,
             "rules": run.step.rules.path,
             "best": dataclasses.asdict(best),
         }
