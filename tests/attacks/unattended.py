@@ -18,6 +18,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,7 @@ from gspmd_lm.launch.loop import Launch, Waits
 from tests.attacks import bucket
 from tests.attacks.runs import PATIENCE_S, RANDOM, SMALL
 from tests.launched import FROM_OUTSIDE, ROOT, free_port
+from tests.quick import QUICK_FLAGS
 
 NAME = "gspmdlm"  # of the bridge, and with a number of each namespace and its link
 SUBNET = "10.77.0."  # the namespaces from 1 on
@@ -130,7 +132,7 @@ class Attacker:
     def _at(self):
         """The number of the newest attempt, and the last step that it has printed; 0 where there is none yet."""
         number = max((int(path.name) for path in self.folder.glob("[0-9]*")), default=0)
-        steps = re.findall(rb"^step +(\d+)/", logs.end(self.folder / str(number) / "0.log"), re.M)
+        steps = re.findall(rb"^step +(\d+)[ /]", logs.end(self.folder / str(number) / "0.log"), re.M)
         return number, int(steps[-1]) if steps else 0
 
     def _wait(self, holds):
@@ -190,9 +192,9 @@ def job(options, name, *flags):
     """The job of a run in the bucket."""
     train = [*SMALL, *RANDOM, "--rules=fsdp", "--platform=cpu", "--devices=1",
              f"--compile_cache={options.folder}/compiled", "--set=train.checkpoint_every=5", "--set=train.steps=1000000",
-             *flags]  # fmt: skip
+             *QUICK_FLAGS, *flags]  # fmt: skip
     return Job(place="local", name=name, processes=options.processes, workdir=f"gs://bucket/{name}",
-               logs=f"{options.folder}/{name}", train=" ".join(train), max_retries=10**6)  # fmt: skip
+               logs=f"{options.folder}/{name}", train=shlex.join(train), max_retries=10**6)  # fmt: skip
 
 
 def launch(place, tell):
