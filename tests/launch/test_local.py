@@ -7,10 +7,12 @@ import re
 import shlex
 import signal
 import sys
+import time
 
 import pytest
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT
+from gspmd_lm.launch.local import Local
 from tests.launch.cloud import HOSTS, QUICK
 from tests.launched import FROM_OUTSIDE, free_port
 from tests.quick import QUICK_FLAGS
@@ -41,6 +43,17 @@ def test_wrong_input_ends_a_launch(machine, tmp_path):
     job = machine.job("local", workdir=str(tmp_path / "run"), train="--config=tinny")
     assert machine.launch(job) == WRONG_INPUT
     assert any("0: tinny: no such file" in line for line in machine.said)
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_processes_that_do_not_notice_that_another_one_has_failed_are_killed(machine, tmp_path, monkeypatch, ends):
+    commands = [["sleep", "100"], ["sleep", "100"]]
+    commands[ends] = ["false"]
+    monkeypatch.setattr(Local, "commands", lambda self, program, port: commands)
+    job = machine.job("local", processes=2, workdir=str(tmp_path / "run"), train=TRAIN, max_retries=0)
+    began = time.monotonic()
+    assert machine.launch(job) == STOPPED
+    assert "the processes that have not ended are killed" in machine.said and time.monotonic() - began < 60
 
 
 @pytest.mark.slow
