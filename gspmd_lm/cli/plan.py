@@ -71,6 +71,8 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     config = inputs.read_config(values)
     if not values.target:
         raise InputError(f"plan needs --target\n  fix   {_EXAMPLE}")
+    if values.chip:
+        values.target = targets.with_chip(values.target, values.chip)
     places = [targets.parse(text) for text in values.target.split(",")]
     cases = [(place, one) for place in places for one in _batches(config, values.batch)]
     prices = _prices(values.price)
@@ -90,7 +92,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     rank_by = search.ranking(places[0])
     plans = search.plans(searched, minutes=values.minutes, say=outputs.say, rank_by=rank_by)
     for planned, (place, asked) in zip(plans, cases, strict=True):
-        usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
+        usd = outcome.hourly_usd(place.chip, prices) if place.chip else None
         outcomes.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
     best = shown.rank(outcomes)[0]
     asked = next(asked for (_, asked), one in zip(cases, outcomes, strict=True) if one is best)

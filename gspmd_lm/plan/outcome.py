@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspmd_lm.foresight.timing.predict import Parts, differences, parts_s
-from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
 from gspmd_lm.units import human_bytes, human_seconds
 
@@ -175,9 +175,9 @@ def front(lines: Sequence[Line]) -> list[Line]:
     return fastest
 
 
-def hourly_usd(chip: str, usd_of: Mapping[str, float]) -> float | None:
+def hourly_usd(chip: Chip, usd_of: Mapping[str, float]) -> float | None:
     """The price of a chip for an hour: the user's, else the lowest public one, else None."""
-    return usd_of.get(chip, CHIPS[chip].usd_per_hour)
+    return usd_of.get(chip.name, chip.usd_per_hour)
 
 
 def to_json(outcomes: Sequence[Outcome]) -> dict[str, Any] | list[dict[str, Any]]:

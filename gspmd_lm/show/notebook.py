@@ -97,7 +97,7 @@ class FoundPlan(Plan):
     @property
     def _outcome(self) -> outcome.Outcome:
         chip = self.target.chip
-        return outcome.Outcome(self, self.batch, outcome.hourly_usd(chip.name, {}) if chip else None)
+        return outcome.Outcome(self, self.batch, outcome.hourly_usd(chip, {}) if chip else None)
 
     def __repr__(self) -> str:
         return text_of(lambda console: plan.show([self._outcome], console), 140)

@@ -18,6 +18,7 @@ from gspmd_lm.cli import plan as verb
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import advice, outcome, search, space
 from gspmd_lm.plan import candidate as candidates
 from gspmd_lm.plan.candidate import Candidate, Plan
@@ -84,9 +85,9 @@ def test_money_and_days_follow_from_tokens_per_second(planned):
     assert "take 37.0 days" in shown.answer(planned)
     assert "take under 0.001 days" in shown.answer(dataclasses.replace(planned, tokens=1e5, days=0.0))
     assert "take 0.0037 days" in shown.answer(dataclasses.replace(planned, tokens=1e8, days=0.0))
-    assert outcome.hourly_usd("v5e", {"v5e": 9.0}) == 9.0
-    assert outcome.hourly_usd("v5e", {}) == 1.2
-    assert outcome.hourly_usd("tpu7x", {}) is None
+    assert outcome.hourly_usd(CHIPS["v5e"], {"v5e": 9.0}) == 9.0
+    assert outcome.hourly_usd(CHIPS["v5e"], {}) == 1.2
+    assert outcome.hourly_usd(CHIPS["tpu7x"], {}) is None
 
 
 def test_a_tpu7x_is_one_chip_of_two_devices(planned):
