@@ -176,7 +176,8 @@ def begin(
     given = {name: values[name].value for name in values if name not in excluded}
     counted &= machine.platform == "cpu" and machine.process_count == 1
     devices = startup.devices_of(1) * wanted if counted else None
-    return session.begin(config, rules, machine, values.workdir, stderr, given, devices)
+    chip_file = getattr(values, "chip", None) or ""
+    return session.begin(config, rules, machine, values.workdir, stderr, given, devices, chip_file)
 
 
 def _plan_rules(values: flags.FlagValues, config: Config) -> tuple[str, str]:
@@ -191,7 +192,7 @@ def _plan_rules(values: flags.FlagValues, config: Config) -> tuple[str, str]:
     from gspmd_lm.hardware import target as targets
     from gspmd_lm.plan import candidate, search
 
-    target = targets.from_devices(jax.devices())
+    target = targets.from_devices(jax.devices(), values.chip or "")
     sets = [f"--set={one}" for one in values.set]
     command = outputs.command_line(
         ["plan", f"--config={values.config or config.name}", f"--target={target.text}", *sets]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from gspmd_lm.cli import outputs
-from gspmd_lm.cli.verb import Flags, Verb, on_devices
+from gspmd_lm.cli.verb import Flags, Verb, on_chip, on_devices
 from gspmd_lm.errors import STOPPED, InputError
 from gspmd_lm.runtime import endings
 from gspmd_lm.runtime.quiet import import_jax
@@ -44,6 +44,7 @@ def _define(flags: Flags) -> None:
     )
     flags.text("executable", None, "Run the train step that explain --export compiled, instead of compiling it here.")
     flags.yes_no("trust", "Accept an --executable that was exported elsewhere. It can run any code as you.")
+    on_chip(flags)
     flags.text("profile", None, "START:STOP: write a trace of these steps into the workdir.")
     flags.text(
         "train_tokenizer",
@@ -118,7 +119,7 @@ def _executable(values: flags.FlagValues, built: "Step") -> Any:
     from gspmd_lm.hardware import target
 
     devices = list(built.mesh.devices.flat)
-    place = target.from_devices(devices)
+    place = target.from_devices(devices, values.chip or "")
     wanted = compile.CompileRequest(built.config, built.rules, place, export=True)
     versions = compile.compilers(place)
     return exported.load(Path(values.executable), wanted.key(), wanted.name, versions, values.trust, devices)

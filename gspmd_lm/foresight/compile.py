@@ -87,7 +87,7 @@ class CompileRequest:
             FORMAT,
             computed,
             self.rules.facts(),
-            self.target.hardware,
+            [self.target.platform, chip and chip.compiler_name, self.target.topology, self.target.slices],
             gpu_config,
             compilers(self.target),
             versions.source(*_SOURCES, *_READERS),
@@ -300,6 +300,11 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     except jax.errors.JaxRuntimeError as error:
         if "CustomSPMDPartitioning" in str(error):
             raise any_step.no_partitioner(traced, request.name) from error
+        if "ptxas too old" in str(error):
+            raise InputError(
+                f"--target={target.text}: the ptxas that is installed does not know the GPU, as ptxas of CUDA 13 does not "
+                "know Volta\n  fix   put a ptxas that knows it first in PATH: of CUDA 12 for a V100"
+            ) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         compiled = str(error)

@@ -1,6 +1,7 @@
 """The exposed communication of a layout: what does not hide behind the compute of loops, on the links of the mesh."""
 
 import collections
+import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.hardware.network import Groups, Network, sent_bytes
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.operations import Offloaded
@@ -232,6 +234,8 @@ def _devices(target: Target) -> list[Any]:
     libtpu looks for the machine that it is on and complains where there is none, unless it is told one. jax's plugin
     for GPUs is refused on a machine without a GPU, unless jax is told to use the CPU.
     """
+    if target.chip and target.chip.gpu and target.chip.gpu.compute_capability == targets.NO_CUDA:
+        target = dataclasses.replace(target, chip=CHIPS["h100"])  # any GPU of NVIDIA's stands at the same places
     wanted = quiet.WITHOUT_TPU | _HOST_OF_TPU
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
