@@ -3,6 +3,7 @@
 A folder whose shards do not agree with its manifest is made anew. See data/making.py for one that is not complete.
 """
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -26,6 +27,17 @@ def open_cache(
 
     Raises InputError if the source cannot be read or split, or the folder cannot be written.
     """
+    opened = _open_or_make(source, encoder, held_out, progress)
+    parts = [  # names and weights are not kept with tokens
+        dataclasses.replace(split, name=part.name, weight=part.weight)
+        for split, part in zip(opened.train, source.parts, strict=True)
+    ]
+    return dataclasses.replace(opened, train=tuple(parts), description=source.description, notes=source.notes)
+
+
+def _open_or_make(
+    source: DocumentSource, encoder: tokens.Encoder, held_out: float, progress: Progress | None
+) -> tokens.Tokens:
     settings = json.dumps([tokens.FORMAT, source.fingerprint, encoder.fingerprint, held_out])
     path = cache_folder("data") / hashlib.sha256(settings.encode()).hexdigest()[:24]
     try:

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,10 @@ class Folder:
     def write(self, name: str, content: bytes) -> None:
         """Writes a file in one move, in the place of one that may be there."""
         if self.is_local:
+            path = Path(self.address, name)
             with self._new_file(content) as new:
-                new.replace(Path(self.address, name))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                new.replace(path)
             return
         store, path = self._store
         with self._naming(name):
@@ -123,14 +126,18 @@ class Folder:
         finally:
             new.unlink(missing_ok=True)
 
-    def remove(self, subfolder: str) -> None:
-        """Deletes a folder in this one, if it is there."""
+    def remove(self, name: str) -> None:
+        """Deletes a file, or a folder in this one, if it is there."""
         if self.is_local:
-            shutil.rmtree(Path(self.address, subfolder), ignore_errors=True)  # others may do so at the same time
+            path = Path(self.address, name)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)  # other processes may do so at the same time
+            else:
+                path.unlink(missing_ok=True)
             return
         store, path = self._store
-        with self._naming(subfolder), contextlib.suppress(FileNotFoundError):
-            store.rm(f"{path}/{subfolder}", recursive=True)
+        with self._naming(name), contextlib.suppress(FileNotFoundError):
+            store.rm(f"{path}/{name}", recursive=True)
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -153,6 +160,7 @@ class _OpenFiles:
     def __init__(self) -> None:
         self._numbers: dict[Path, int] = {}  # file descriptors; the file that was read last stands last
         self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._numbers)
 
     def read(self, path: Path, start: int, stop: int) -> bytes:
         with self._lock:
@@ -164,6 +172,7 @@ class _OpenFiles:
             self._numbers[path] = number
             return os.pread(number, stop - start, start)
 
-    def __del__(self) -> None:
-        for number in self._numbers.values():
-            os.close(number)
+
+def _close_all(numbers: dict[Path, int]) -> None:
+    for number in numbers.values():
+        os.close(number)

@@ -170,6 +170,8 @@ def open_loaders(
     replaced = f", {lost:,} bytes or characters that no token stands for" if lost else ""
     if opened.spelled_ends and isinstance(tokens, tokenizer.Tokenizer):
         replaced += f", {opened.spelled_ends:,} ends of texts spelled {tokens.spelled_end.decode()}"
+    if opened.spelled_texts and isinstance(tokens, tokenizer.Tokenizer):
+        replaced += f", {tokenizer.about_spelled_ends(tokens, opened.spelled_texts)}"
     origin = f"{opened.description}{replaced}"
 
     def rows_of(split: TokenSplit, training: bool, place: str) -> tuple[Rows, int]:

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import logging
 import socket
 import time
 import types
@@ -28,12 +29,11 @@ from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.folders import MAKING, Folder
 from gspmd_lm.data.labelled import CUT, Labelled
 from gspmd_lm.data.packing import LAST, record_sizes
-from gspmd_lm.data.pairs import Pairs
 from gspmd_lm.data.readers import Section
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.sources import DocumentSource, SourceFile, SourcePart
-from gspmd_lm.data.tokenizer import HuggingFace
-from gspmd_lm.data.tokens import HELD_OUT, MANIFEST, Encoder
+from gspmd_lm.data.tokenizer import END_OF_TEXT, HuggingFace, Tokenizer
+from gspmd_lm.data.tokens import COUNTS, HELD_OUT, MANIFEST, Encoder
 from gspmd_lm.errors import InputError
 
 UNIT_BYTES = 64 * 1024 * 1024  # of files; a larger file is read in parts where its format allows it
@@ -43,6 +43,7 @@ SURVEYED_BYTES = UNIT_BYTES  # of a source whose documents are counted before an
 PLAN = f"{MAKING}/plan.json"
 BEAT_S, STALE_S = 10.0, 60.0  # how often a claim in a bucket is renewed, and after what silence it is taken over
 _POLL_S = 0.2
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -182,8 +183,7 @@ class _Work:
         self.claims = _Claims(folder)
         self.left: list[Unit] = []
         self.notes: list[dict[str, Any]] = []  # when all units are made
-        of_records = isinstance(encoder, Chat | Labelled | Pairs)
-        self.dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 and not of_records else "<u4")
+        self.dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 and isinstance(encoder, Tokenizer) else "<u4")
         self._held_out = held_out
         self._began, self._tokens = time.monotonic(), 0
         self._limits: tuple[int, np.ndarray] | None = None
@@ -201,20 +201,33 @@ class _Work:
                 contents = self.folder.read_all([f"{MAKING}/{unit.note}" for unit in self.units])
             except FileNotFoundError:  # another process has just put the manifest in their place
                 return self.folder.read(MANIFEST) is not None
-            self.notes = [files.checked_value(one, self.folder.path(MAKING)) for one in contents]
+            self.notes = [self._read_note(*one) for one in zip(self.units, contents, strict=True)]
         return not self.left
+
+    def _read_note(self, unit: Unit, content: bytes) -> dict[str, Any]:
+        """The note of a unit. If it is damaged, the unit is left to be made again."""
+        name = f"{MAKING}/{unit.note}"
+        try:
+            return files.checked_value(content, self.folder.path(name))
+        except InputError as error:
+            _log.warning("%s: damaged (%s), this part is made anew", self.folder.address, error)
+            self.folder.remove(name)
+            self.left.append(unit)
+            return {}
 
     def make(self, unit: Unit) -> dict[str, Any]:
         """Makes the shards of a unit, and returns its note."""
         made = {name: _Made() for name in self.splits}
-        counts = dict.fromkeys(("documents", "document_bytes", "left_out", "spelled_ends"), 0)
+        counts = dict.fromkeys((*COUNTS, "documents", "document_bytes"), 0)
+        is_text = isinstance(self.encoder, Tokenizer)
+        spelled = self.encoder.spelled_end or END_OF_TEXT.encode() if is_text else b""
         replaced_before = self.encoder.replaced_bytes
         up_to, apart = self._held_out_limits()
         notes = self.source.notes_of_read
         noted_before = str(notes)
         versions = [file.current_version() for file in unit.files]
         part = SourcePart(unit.split, unit.files)
-        for batch, done_bytes in _ahead(_batches(self.source.read(part))):
+        for batch, done_bytes in _ahead(_batches(self.source.read(part), unit.size_bytes)):
             texts = [_texts(document, self.encoder) for document, _ in batch]
             encoded = iter(self.encoder.encode_all([text for each in texts for text in each]))
             for (document, hashed), each in zip(batch, texts, strict=True):
@@ -228,6 +241,7 @@ class _Work:
                         self._end(made)
                 counts["left_out"] += is_left_out
                 counts["spelled_ends"] += len(each) - 1
+                counts["spelled_texts"] += is_text and len(each) == 1 and spelled in document
                 counts["documents"] += 1
                 counts["document_bytes"] += len(document)
             for one in made.values():
@@ -239,12 +253,12 @@ class _Work:
         self._tokens += sum(one.length for one in made.values())
         facts = {name: self._write(f"{name}-{unit.number:05d}.npy", one) for name, one in made.items() if one.length}
         said = [line for line in str(notes or "").splitlines() if line not in noted_before.splitlines()]
-        replaced = self.encoder.replaced_bytes - replaced_before
-        return {**counts, "replaced_bytes": replaced, "shards": facts, "notes": said}
+        counts["replaced_bytes"] = self.encoder.replaced_bytes - replaced_before
+        return {**counts, "shards": facts, "notes": said}
 
     def _add(self, made: _Made, ids: np.ndarray) -> None:
         """Adds the tokens of a record, or of a section of a text. A text that begins gets its first tokens."""
-        if not isinstance(self.encoder, Chat | Labelled | Pairs):
+        if isinstance(self.encoder, Tokenizer):
             made.ends += int(np.count_nonzero(ids == self.encoder.end))
             if not made.is_open:
                 made.add(self.encoder.before, self.dtype)
@@ -255,7 +269,7 @@ class _Work:
         """Ends a text in each split that has sections of it."""
         for one in made.values():
             if one.is_open:
-                assert not isinstance(self.encoder, Chat | Labelled | Pairs)
+                assert isinstance(self.encoder, Tokenizer)
                 one.add([*self.encoder.after, self.encoder.end], self.dtype)
                 one.stops.append(one.length)
                 one.ends += 1
@@ -265,14 +279,14 @@ class _Work:
         """Writes a shard and the sizes of its documents. Returns what the manifest says of it."""
         stream, ends, cut = np.concatenate(made.blocks), made.ends, 0
         made.blocks.clear()
-        if isinstance(self.encoder, Chat | Labelled | Pairs):
+        if isinstance(self.encoder, Tokenizer):
+            stops = np.frombuffer(made.stops, np.uint64).astype(np.int64)
+            sizes = np.stack([np.diff(stops, prepend=0), np.zeros_like(stops)], axis=1)
+        else:
             sizes = record_sizes(stream)
             ends = len(stream) - int(sizes[:, 1].sum())
             if not isinstance(self.encoder, Chat):
                 cut = int(np.count_nonzero(stream[stream >= LAST] & CUT))
-        else:
-            stops = np.frombuffer(made.stops, np.uint64).astype(np.int64)
-            sizes = np.stack([np.diff(stops, prepend=0), np.zeros_like(stops)], axis=1)
         seed = tokens.shard_seed(self.key, name)
         contents = {
             name: shards.encode_shard(stream, seed),
@@ -304,7 +318,7 @@ class _Work:
             before_bytes = sum(one.size_bytes for one in self.units if one.number not in left)
             rate = (self._tokens + made_tokens) / (time.monotonic() - self._began)
             self.progress(
-                "tokenizing", before_bytes + min(done_bytes, unit.size_bytes), self.source.size_bytes,
+                "tokenizing", before_bytes + done_bytes, self.source.size_bytes,
                 f"{rate:,.0f} tokens/s",
             )  # fmt: skip
 
@@ -313,7 +327,7 @@ def tokens_of_notes(
     source: DocumentSource, splits: Sequence[str], notes: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What the notes of all units say together."""
-    counts = ("documents", "document_bytes", "left_out", "spelled_ends", "replaced_bytes")
+    counts = (*COUNTS, "documents", "document_bytes")
     of = {HELD_OUT: source.held_out or source.parts[0]} | dict(zip(splits, source.parts, strict=False))
     said = filter(None, (source.notes, *dict.fromkeys(line for note in notes for line in note["notes"])))
     return {
@@ -382,16 +396,16 @@ class _Claims:
         return json.dumps({"host": socket.gethostname(), "renewed": time.time()}).encode()
 
 
-def _batches(documents: Iterable[tuple[bytes, int]]) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
+def _batches(documents: Iterable[tuple[bytes, int]], total_bytes: int) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
     """Documents with their hashes, in lists of at least BATCH_BYTES, and how far their files are read then."""
-    batch, size_bytes, done_bytes = [], 0, 0
+    batch, size_bytes = [], 0
     for document, done_bytes in documents:
         batch.append((document, _hash(document)))
         size_bytes += len(document)
         if size_bytes >= BATCH_BYTES:
             yield batch, done_bytes
             batch, size_bytes = [], 0
-    yield batch, done_bytes
+    yield batch, total_bytes
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:

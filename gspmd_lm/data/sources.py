@@ -56,8 +56,7 @@ class SourceFile:
 
     def current_version(self) -> str:
         """Another one if a file on this machine is changed."""
-        about = None if self.far else self.path.stat()
-        return f"{about.st_size} {about.st_mtime_ns}" if about else self.version
+        return self.version if self.far else file_version(self.path)
 
     @contextlib.contextmanager
     def local(self) -> Iterator[tuple[Path, formats.Span | None]]:
@@ -80,6 +79,12 @@ class SourceFile:
         assert kind
         of = f"messages {self.field} " if of_records else f"{self.field} " if kind.records else ""
         return f"{of}{kind.name} {self.version}\n"
+
+
+def file_version(path: Path) -> str:
+    """Another text when a file on this machine is changed."""
+    about = path.stat()
+    return f"{about.st_size} {about.st_mtime_ns}"
 
 
 @dataclasses.dataclass(frozen=True)

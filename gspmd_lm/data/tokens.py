@@ -11,17 +11,21 @@ import numpy as np
 from gspmd_lm import files
 from gspmd_lm.config import Data
 from gspmd_lm.data.chat import Chat
+from gspmd_lm.data.corpus import list_names
 from gspmd_lm.data.folders import Folder
 from gspmd_lm.data.labelled import Labelled
 from gspmd_lm.data.packing import InMemory
 from gspmd_lm.data.pairs import Pairs
 from gspmd_lm.data.shards import Shard, Shards, Stream
+from gspmd_lm.data.sources import file_version
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 
 FORMAT = 4  # to be raised when the same source and tokenizer give other files
 MANIFEST = "tokens.json"
+SOURCE = "source.json"  # the files of this machine of which the tokens were made, and what tells of changes
 HELD_OUT = "held_out"
+COUNTS = ("replaced_bytes", "left_out", "spelled_ends", "spelled_texts")
 Encoder = Tokenizer | Chat | Labelled | Pairs  # what makes tokens of documents; the last three of records
 
 
@@ -51,6 +55,7 @@ class Tokens:
     replaced_bytes: int  # bytes or characters that no token stands for
     left_out: int  # documents that are not used for training because they are in the files for evaluation
     spelled_ends: int  # how often a text file spells the token that ends a text
+    spelled_texts: int  # how many documents spell it where it ends none
     classes: tuple[str, ...] = ()  # of labelled texts
     has_own_held_out: bool = False  # whether evaluation has files of its own, not a share of the documents
 
@@ -107,7 +112,7 @@ def open_folder(folder: Folder, manifest: Mapping[str, Any]) -> Tokens:
         manifest["description"],
         manifest["notes"],
         manifest["plan"],
-        *(manifest[key] for key in ("replaced_bytes", "left_out", "spelled_ends")),
+        *(manifest[key] for key in COUNTS),
         tuple(manifest["classes"]),
         manifest["held_out"] is None,
     )
@@ -186,12 +191,24 @@ def open_tokens(data: Data, folders: Sequence[tuple[Folder, Mapping[str, Any]]],
         _held_out(data, folders, opened, encoder),
         "; ".join(f"tokens in {folder.address} of {one.description}"
                   for (folder, _), one in zip(folders, opened, strict=True)),
-        "\n".join(filter(None, (one.notes for one in opened))),
+        "\n".join(filter(None, (one.notes for one in opened))) + "".join(_say_changes(folder) for folder, _ in folders),
         "-".join(one.fingerprint[:16] for one in opened),
-        *(sum(getattr(one, key) for one in opened) for key in ("replaced_bytes", "left_out", "spelled_ends")),
+        *(sum(getattr(one, key) for one in opened) for key in COUNTS),
         first.classes,
         bool(data.held_out_sources) or first.has_own_held_out,
     )  # fmt: skip
+
+
+def _say_changes(folder: Folder) -> str:
+    """A line about files that are not what they were when the tokens of a folder were made; '' if none is known."""
+    content = folder.read(SOURCE)
+    if content is None:
+        return ""
+    found = [(Path(name), version) for name, version in files.checked_value(content, folder.path(SOURCE)).items()]
+    changed = [path for path, version in found if path.is_file() and file_version(path) != version]
+    if not changed:
+        return ""
+    return f"\nwarning: changed since the tokens in {folder.address} were made: {list_names(changed)}"
 
 
 def _join(splits: Sequence[TokenSplit], name: str, weight: float | None) -> TokenSplit:
