@@ -80,7 +80,7 @@ class Folder:
     def read_spans(self, spans: Sequence[tuple[str, int, int]]) -> list[bytes]:
         """The bytes from one position to before another of files: (name, start, stop). Fewer if a file ends before."""
         if self.is_local:
-            return [self._opened.read(Path(self.address, name), start, stop) for name, start, stop in spans]
+            return [self._opened.read(self.path(name), start, stop) for name, start, stop in spans]
         store, path = self._store
         with self._naming(f"{spans[0][0]}, ..." if spans else ""):
             names, starts, stops = zip(*spans, strict=True) if spans else ((), (), ())
@@ -158,11 +158,11 @@ class _OpenFiles:
     """Files that are kept open to read parts of them. The one that was not read for the longest time is closed."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Path, int] = {}  # file descriptors; the file that was read last stands last
+        self._numbers: dict[str, int] = {}  # file descriptors; the file that was read last stands last
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._numbers)
 
-    def read(self, path: Path, start: int, stop: int) -> bytes:
+    def read(self, path: str, start: int, stop: int) -> bytes:
         with self._lock:
             number = self._numbers.pop(path, None)
             if number is None:
@@ -173,6 +173,6 @@ class _OpenFiles:
             return os.pread(number, stop - start, start)
 
 
-def _close_all(numbers: dict[Path, int]) -> None:
+def _close_all(numbers: dict[str, int]) -> None:
     for number in numbers.values():
         os.close(number)

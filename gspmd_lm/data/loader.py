@@ -22,6 +22,7 @@ from gspmd_lm.errors import InputError
 Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | media.Rows
 MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
+_FAR_READS = 8  # batches read from a bucket at once, since each waits for the store
 # Of each BLOCK consecutive rows, a part with a weight gets its share exactly, in a random order.
 BLOCK = 10_000
 
@@ -117,15 +118,20 @@ class Loader:
             parts = {name: functools.partial(_part, local[name], local_rows) for name in shardings}
             return {name: jax.make_array_from_callback(shapes[name], shardings[name], parts[name]) for name in parts}
 
-        return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place)
+        parts = self.rows.parts if isinstance(self.rows, packing.Joined) else [self.rows]
+        is_far = any(not isinstance(part, media.Rows) and part.stream.is_far for part in parts)
+        reads = _FAR_READS if is_far else 1
+        return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place, reads)
 
 
 def ahead(
-    start: int, stop: int, read: Callable[[int], Any], place: Callable[[Any], dict[str, jax.Array]]
+    start: int, stop: int, read: Callable[[int], Any], place: Callable[[Any], dict[str, jax.Array]], reads: int = 1
 ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
-    """Pairs of a step and its arrays. A thread reads ahead; `place` brings what was read to the devices."""
+    """Pairs of a step and its arrays. So many threads as `reads` says read ahead, each a batch. `place` brings what was
+    read to the devices.
+    """
     steps = grain.MapDataset.range(start, max(start, stop)).map(lambda step: (step, read(step)))
-    reads = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)))
+    reads = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=reads, prefetch_buffer_size=max(reads, _AHEAD))))
     try:
         for step, found in reads:
             yield step, place(found)

@@ -4,6 +4,7 @@ A shard is a .npy file of records. A record has RECORD_TOKENS tokens, the one af
 length is a multiple of RECORD_TOKENS is read with nothing else but the checksums.
 """
 
+import bisect
 import dataclasses
 import functools
 import io
@@ -50,15 +51,13 @@ def npy_header(dtype: np.dtype, *shape: int) -> bytes:
     return out.getvalue()
 
 
-def _checksums(records: bytes, record_bytes: int, seed: int) -> np.ndarray:
+def _checksums(records: bytes, record_bytes: int, seed: int) -> list[int]:
     """The CRC-32 of each record, which begins with `seed` and the number of the record."""
-    view = memoryview(records)
-    starts = range(0, len(records), record_bytes)
-    sums = (
-        zlib.crc32(view[start : start + record_bytes - 4], seed + number & 0xFFFFFFFF)
-        for number, start in enumerate(starts)
-    )
-    return np.fromiter(sums, np.uint32, len(starts))
+    view, crc32 = memoryview(records), zlib.crc32
+    return [
+        crc32(view[start : start + record_bytes - 4], seed + number & 0xFFFFFFFF)
+        for number, start in enumerate(range(0, len(records), record_bytes))
+    ]
 
 
 class Stream(Protocol):
@@ -104,6 +103,7 @@ class Shards:
     def __init__(self, shards: Sequence[Shard], dtype: np.dtype):
         self.shards, self.dtype = shards, dtype
         self.bounds = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
+        self._starts = self.bounds.tolist()
         self.is_far = any(not shard.folder.is_local for shard in shards)
         self._records = record_type(dtype)
 
@@ -122,8 +122,8 @@ class Shards:
         parts: list[tuple[int, int, int, int]] = []  # span, shard, and the tokens in it from one to before another
         for i_span, (start, stop) in enumerate(spans):
             while start < stop:
-                i_shard = int(np.searchsorted(self.bounds, start, "right")) - 1
-                first, end = int(self.bounds[i_shard]), min(stop, int(self.bounds[i_shard + 1]))
+                i_shard = bisect.bisect_right(self._starts, start) - 1
+                first, end = self._starts[i_shard], min(stop, self._starts[i_shard + 1])
                 parts.append((i_span, i_shard, start - first, end - first))
                 start = end
         found: list[list[np.ndarray]] = [[] for _ in spans]
@@ -161,8 +161,7 @@ class Shards:
         first, last = _records_of(start, stop)
         if len(raw) == (last - first) * self._records.itemsize:
             records = np.frombuffer(raw, self._records)
-            sums = _checksums(raw, self._records.itemsize, shard.seed + first)
-            if (sums == records["crc32"]).all():
+            if _checksums(raw, self._records.itemsize, shard.seed + first) == records["crc32"].tolist():
                 tokens = np.empty(len(records) * RECORD_TOKENS + 1, self.dtype)
                 tokens[:-1].reshape(len(records), RECORD_TOKENS)[:] = records["tokens"][:, :-1]
                 tokens[-1] = records["tokens"][-1, -1]
