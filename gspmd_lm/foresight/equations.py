@@ -68,8 +68,8 @@ def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
             pairs = zip(equation.invars, equation.outvars, strict=True)
             changed += [equation.replace(invars=[before], outvars=[after]) for before, after in pairs]
         elif any(_barriers_apart(one, apart) is not one for one in inner_jaxprs(equation.params)):
-            change = lambda param: _barriers_apart(param, apart) if _is_jaxpr(param) else param  # noqa: E731
-            changed.append(equation.replace(params=jax.tree.map(change, equation.params, is_leaf=_is_jaxpr)))
+            change = lambda param: _barriers_apart(param, apart) if is_jaxpr(param) else param  # noqa: E731
+            changed.append(equation.replace(params=jax.tree.map(change, equation.params, is_leaf=is_jaxpr)))
         else:
             changed.append(equation)
     is_same = all(before is after for before, after in itertools.zip_longest(jaxpr.eqns, changed))
@@ -77,7 +77,8 @@ def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
     return apart[id(jaxpr)]
 
 
-def _is_jaxpr(param: Any) -> bool:
+def is_jaxpr(param: Any) -> bool:
+    """Whether a parameter of an operation is a program."""
     return isinstance(param, core.Jaxpr | core.ClosedJaxpr)
 
 
@@ -129,7 +130,7 @@ def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
 def _programs(values: Iterable[Any]) -> Iterator[Any]:
     """The programs among some parameters of an operation, and in tuples of them."""
     for value in values:
-        if _is_jaxpr(value):
+        if is_jaxpr(value):
             yield value
         elif isinstance(value, tuple | list):
             yield from _programs(value)

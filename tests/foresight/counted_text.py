@@ -86,9 +86,9 @@ class Text:
             if line.base in KINDS and not line.opcode.endswith(("-done", "-update")):
                 total += self._sent(line, block) if self._begins(line, block) else 0.0
             elif line.opcode == "while":
-                if each := self.sent_bytes(line.called("body")):
-                    total += self.trips(line, block) * each
-                assert not self.sent_bytes(line.called("condition")), f"the condition of {line.name} sends something"
+                each, asked = (self.sent_bytes(line.called(role)) for role in ("body", "condition"))
+                trips = self.trips(line, block) if each + asked else 0
+                total += trips * each + (trips + 1) * asked
             elif line.opcode == "conditional":
                 names = re.search(r"branch_computations=\{([^}]*)\}", line.rest)
                 branches = re.findall(r"[\w.\-]+", names.group(1)) if names else [

@@ -162,7 +162,7 @@ def _settle(
         reader.record.take_back(before)
         is_settled = [one[:2] for one in settled] == [one[:2] for one in carry]
         carry = settled
-        if is_settled:  # but what it began with was made of constants, or could be sent in a narrower dtype
+        if is_settled:  # but what it began with was made of constants
             break
     enter(carry)
     return carry, iterate(carry)
@@ -181,9 +181,11 @@ def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
     depth = len(reader.loops)
 
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
-        inside = [one._replace(loop_depth=depth, identity=object()) for one in carry]
-        reader.read(condition, [*asked, *inside], operation.stack)
-        return reader.read(body, [*captured, *inside], operation.stack)
+        def inside() -> list[ArraySharding]:
+            return [one._replace(loop_depth=depth, identity=object()) for one in carry]
+
+        reader.read(condition, [*asked, *inside()], operation.stack)
+        return reader.read(body, [*captured, *inside()], operation.stack)
 
     carry, results = _settle(reader, carry, lambda _: None, iterate)
     for var, result, one in zip(body.outvars, results, carry, strict=True):

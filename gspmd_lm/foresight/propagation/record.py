@@ -154,6 +154,8 @@ class Record:
     unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     # An array's identity -> the shardings in which devices have it already.
     copies: dict[Any, tuple[ArraySharding, ...]] = dataclasses.field(default_factory=dict)
+    # What is computed from which arrays, and how they are split -> the results, for whoever computes the same again.
+    results: dict[Any, list[ArraySharding]] = dataclasses.field(default_factory=dict)
     # The identity of rows that are added to tables -> what was sent of the tables, in place of the rows.
     sums: dict[Any, list[Transfer]] = dataclasses.field(default_factory=dict)
     values: SavedValues = dataclasses.field(default_factory=SavedValues)
