@@ -105,8 +105,7 @@ def _permutes_of_window(loop: Instruction) -> list[CollectiveOp]:
     return turning + [
         op
         for op in beside
-        if op.instruction in begins
-        or nearest(def_chain((op.instruction.operands[0], ())), lambda one: one is loop)
+        if op.instruction in begins or nearest(def_chain((op.instruction.operands[0], ())), lambda one: one is loop)
     ]
 
 

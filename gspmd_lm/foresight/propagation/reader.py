@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -23,7 +23,7 @@ from gspmd_lm.foresight.propagation.sharding import (
     without,
 )
 from gspmd_lm.foresight.propagation.views import VIEWS, View
-from gspmd_lm.foresight.propagation.wanted import ADDITIVE, CONSTRAINTS, Wanted, terms, use_counts, wanted_dims
+from gspmd_lm.foresight.propagation.wanted import ADDITIVE, CONSTRAINTS, Wanted, use_counts, wanted_dims
 from gspmd_lm.sharding import op_names
 
 # Those that are additive in one of their operands.
@@ -53,7 +53,6 @@ _READ_PARTIAL_SUMS = ADDITIVE | MULTIPLICATIVE | CONTROL
 
 RENAMING = ("optimization_barrier", "device_put")  # their rules say that nothing is made
 
-_NONE = frozenset[int]()
 # Those that are computed anew each time: a kernel that XLA does not look into, and what stands behind a barrier.
 _NOT_SHARED = {"pallas_call", *RENAMING}
 _MOST_VIEWS = 12  # of an array that is known to be made of another one: how many steps are looked back
@@ -68,7 +67,6 @@ class Operation:
         stack: str,
         operands: list[ArraySharding],
         wanted: Wanted,
-        terms: frozenset[int] = frozenset(),
     ) -> None:
         self.equation = equation
         self.primitive: str = equation.primitive.name
@@ -77,7 +75,6 @@ class Operation:
         self.inputs: list[Any] = [atom.aval for atom in equation.invars]  # shapes and dtypes of the operands
         self.operands = operands
         self.wanted = wanted
-        self.terms = terms  # the results that are only added to what the loop around carries
 
     @property
     def output(self) -> Any:
@@ -132,6 +129,7 @@ class Reader:
         self.mesh = MeshShape(mesh)
         self.rules = rules
         self.loops: list[int] = []
+        self.programs = 1  # of devices that compute different things, in the program of one device
         self.products = 0  # how many matmuls, convolutions and kernels were met
         # Buffers of exchanges are filled as balanced routing fills them. Rows of such buffers -> how much of them is.
         self.filled: dict[int, float] = {}
@@ -156,11 +154,16 @@ class Reader:
         return math.prod(self.loops[:depth])
 
     def add_flops(self, operation: Operation, flops: float) -> None:
-        """Notes FLOPs of one device, which run in each iteration of all loops around."""
+        """Notes FLOPs of one device, which run in each iteration of all loops around, and those of the model.
+
+        The model is what all devices compute together, without recomputation and without kernels of Pallas.
+        """
         if flops:
             self.products += 1
-            total = self.record.flops.get(operation.phase, 0.0) + flops * math.prod(self.loops)
-            self.record.flops[operation.phase] = total
+            times = math.prod(self.loops)
+            self.record.flops[operation.phase] = self.record.flops.get(operation.phase, 0.0) + flops * times
+            if operation.phase != "recomputation":
+                self.record.model_flops += equations.flops(operation.equation) * self.programs * times
 
     def add_unknown(self, what: str) -> None:
         self.record.unknown[what] += 1
@@ -319,14 +322,9 @@ class Reader:
         operands: Sequence[ArraySharding],
         stack: str = "",
         wanted: Sequence[Dims | None] = (),
-        accumulated: Collection[int] = (),
     ) -> list[ArraySharding]:
-        """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands.
-
-        accumulated: the numbers of results that are only added to what the loop around carries.
-        """
+        """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands."""
         wants, uses = wanted_dims(self.mesh, jaxpr, wanted), use_counts(jaxpr)
-        added = terms(jaxpr, accumulated, uses)
         known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_with_identity, operands), strict=True))
         known |= {
             var: replicated_sharding(rank_of(var.aval), is_constant=True)._replace(identity=var)
@@ -340,8 +338,7 @@ class Reader:
         for equation in equations.with_rolls(jaxpr):
             names = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
             outputs = equation.outvars
-            of_sum = frozenset(number for number, var in enumerate(outputs) if var in added) if added else _NONE
-            operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants, of_sum)
+            operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants)
             operands, primitive = operation.operands, operation.primitive
             if primitive not in _READ_PARTIAL_SUMS:
                 for number, atom in enumerate(equation.invars):  # one sum for all that reads it
