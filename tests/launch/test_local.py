@@ -11,8 +11,9 @@ import sys
 import pytest
 
 from gspmd_lm.errors import WRONG_INPUT
+from gspmd_lm.launch.local import free_port
 from tests.launch.cloud import HOSTS, QUICK
-from tests.launched import FROM_OUTSIDE, free_port
+from tests.launched import FROM_OUTSIDE
 from tests.quick import QUICK_FLAGS
 
 TRAIN = shlex.join([
