@@ -4,7 +4,6 @@ And what would compile in a process of its own, here.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,9 +43,3 @@ def compiled_here(request: compile.CompileRequest, folder: Path, elsewhere=compi
         elsewhere(request, folder)
     else:
         compile._compile(request, folder)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

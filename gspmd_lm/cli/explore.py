@@ -3,7 +3,7 @@
 import asyncio
 import json
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
@@ -38,9 +38,12 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     from gspmd_lm.cli import inputs
     from gspmd_lm.explore import opening
     from gspmd_lm.hardware import target as targets
+    from gspmd_lm.sharding import rules_file
 
     if values.program and (values["config"].present or values.set):
         raise InputError(f"--program={values.program}: says itself what is computed\n  fix   drop --config and --set")
+    changes = dict(map(rules_file.read_setting, inputs.rules_sets(values)))
+    changes |= {("mesh", axis): size for axis, size in rules_file.read_sizes(values.mesh).items()}
     if not values.program:
         inputs.read_config(values)  # what is wrong with it is told before anything is served
     workbench = opening.make_workbench(
@@ -50,7 +53,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         "" if values.program else values.config,
         inputs.config_sets(values),
         program=values.program,
-        changes=_changes(inputs.rules_sets(values), values.mesh),
+        changes=changes,
     )
     if values.json:
         outputs.check_writable((values.json,))
@@ -70,26 +73,6 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
 def _words(problem: Mapping[str, Any]) -> str:
     return problem["message"] + (f"\n  fix   {problem['fix']}" if problem["fix"] else "")
-
-
-def _changes(sets: Sequence[str], mesh: str) -> dict[tuple[str, ...], Any]:
-    """Keys of the rules file and the values that --set and --mesh lay over them: they are written into its text."""
-    from gspmd_lm.config import core_yaml
-
-    changes: dict[tuple[str, ...], Any] = {}
-    for text in sets:
-        key, equals, value = text.partition("=")
-        _, _, path = key.strip().partition(".")
-        section, dot, row = path.partition(".")
-        if not equals or not section:
-            raise InputError(f"--set {text}: not a key of a rules file and its value\n  fix   --set rules.KEY=VALUE")
-        changes[(section, row) if dot else (section,)] = core_yaml.parse(value, f"--set {text}")
-    for one in filter(None, mesh.split(",")):
-        name, _, size = one.partition("=")
-        if not size.removeprefix("-").isdecimal():
-            raise InputError(f"--mesh={mesh}: {name} has no size\n  fix   write --mesh={name}=SIZE")
-        changes["mesh", name] = int(size)
-    return changes
 
 
 EXPLORE = Verb(

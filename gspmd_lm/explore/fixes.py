@@ -8,6 +8,7 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
 from gspmd_lm.explore import rows
 from gspmd_lm.sharding.problems import Problem
+from gspmd_lm.sharding.rules_file import key_path
 
 Edit = list[Any]  # ["set", path, value as YAML], ["remove", path] or ["replace", path, word, other word]
 
@@ -18,13 +19,13 @@ _MEANT = re.compile(r"(\S+) \(did you mean ([^\s?)]+)\?\)")
 
 def find_edits(problem: Problem, file: str) -> list[Edit]:
     """The changes of the text that the first fix of a problem spells out; none where it leaves a choice."""
-    path = _path(problem.row.removeprefix(f"{file}: ").partition(": ")[0])
+    path = key_path(problem.row.removeprefix(f"{file}: ").partition(": ")[0])
     first = problem.fix
     if meant := _MEANT.search(problem.message):
         word, name = meant.group(1).strip("'\""), meant.group(2)
         return [["replace", list(path), word, name]]
     if first.startswith("--set rules."):
-        return [["set", list(_path(key)), value] for key, value in _assignments(first)]
+        return [["set", list(key_path(key)), value] for key, value in _assignments(first)]
     if mesh := _MESH.match(first):
         sizes = (one.partition("=") for one in mesh.group(1).strip(",").split(","))
         return [["set", ["mesh", axis], size] for axis, _, size in sizes]
@@ -43,12 +44,6 @@ def _assignments(fix: str) -> Iterator[tuple[str, str]]:
         if found.group(0).endswith((", ", ",")):
             return
         at = found.end()
-
-
-def _path(key: str) -> tuple[str, ...]:
-    """The path of a key in the text. In a table, what follows its name is one key."""
-    section, dot, row = key.partition(".")
-    return (section, row) if dot else (section,)
 
 
 def apply_edits(text: str, edits: Sequence[Edit]) -> str:

@@ -36,7 +36,7 @@ class Local(Place):
     def run(self, attempt: str, logs: Path) -> list[subprocess.Popen[bytes]]:
         main = versions.PACKAGE.parent / "main.py"
         program = [sys.executable, str(main)] if main.exists() else [sys.executable, "-m", versions.PACKAGE.name]
-        commands = self.commands(program, _free_port())
+        commands = self.commands(program, free_port())
         self._running = [place.start(command, logs / f"{index}.log") for index, command in enumerate(commands)]
         return self._running
 
@@ -59,7 +59,7 @@ class Local(Place):
         return place.script_of(*(f"{shlex.join(command)} &" for command in commands), "wait")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that no other process has."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

@@ -98,6 +98,44 @@ def to_dict(rules: Rules) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (usual[key], {}, None)}
 
 
+def key_path(key: str) -> tuple[str, ...]:
+    """The names that lead to a key of a rules file: what follows the name of a table, with its dots, is one row."""
+    return tuple(key.split(".", 2 if key.startswith("compiler_options.") else 1))
+
+
+def read_setting(text: str, vocabulary: Vocabulary = DECODER) -> tuple[tuple[str, ...], Any]:
+    """The path of the key and the value that 'rules.KEY=VALUE' of a flag --set names."""
+    flag = f"--set {text}"
+    name, equals, written = text.partition("=")
+    first, _, key = name.strip().partition(".")
+    if not equals or first != "rules" or not key or key.endswith("."):
+        raise ShardingError(
+            f"{flag}: not a key of a rules file and its value\n"
+            "  fix   write --set rules.TABLE.ROW=VALUE, such as rules.rules.heads=null"
+        )
+    path = key_path(key)
+    if path[0] not in SECTIONS:
+        row_of_rules = key.rpartition(".")[2] in vocabulary.axes
+        table = "rules" if row_of_rules else "mesh" if key in MESH_AXES else ""
+        fix = f"--set rules.{table}.{key}={written}" if table else f"use {either(SECTIONS)}"
+        hint = "" if table else did_you_mean(path[0], SECTIONS)
+        raise ShardingError(f"{flag}: a rules file has no section {path[0]}{hint}\n  fix   {fix}")
+    return path, core_yaml.parse(written, flag)
+
+
+def read_sizes(text: str) -> dict[str, int]:
+    """The mesh axes and sizes that a flag --mesh names, such as 'data=2,tensor=4'."""
+    sizes: dict[str, int] = {}
+    for item in filter(None, text.split(",")):
+        name, _, size = item.partition("=")
+        if not (size.isascii() and size.removeprefix("-").isdigit()):
+            raise ShardingError(f"--mesh={text}: {name} has no size\n  fix   write --mesh={name}=SIZE")
+        if name in sizes:
+            raise ShardingError(f"--mesh={text}: {name} appears twice\n  fix   give it one size")
+        sizes[name] = int(size)
+    return sizes
+
+
 class _Reader:
     """Turns the plain values of one rules file into Rules, and collects every problem."""
 
@@ -139,26 +177,8 @@ class _Reader:
         return values
 
     def lay(self, raw: dict[Any, Any], text: str) -> None:
-        """Lays one 'rules.KEY=VALUE' over the values of a file. What follows the section in KEY is one row."""
-        flag = f"--set {text}"
-        name, equals, written = text.partition("=")
-        first, _, key = name.strip().partition(".")
-        if not equals or first != "rules" or not key or key.endswith("."):
-            raise ShardingError(
-                f"{flag}: not a key of a rules file and its value\n"
-                "  fix   write --set rules.TABLE.ROW=VALUE, such as rules.rules.heads=null"
-            )
-        section, _, row = key.partition(".")
-        if section not in SECTIONS:
-            row_of_rules = key.rpartition(".")[2] in self.vocabulary.axes
-            table = "rules" if row_of_rules else "mesh" if key in MESH_AXES else ""
-            fix = f"--set rules.{table}.{key}={written}" if table else f"use {either(SECTIONS)}"
-            hint = "" if table else did_you_mean(section, SECTIONS)
-            raise ShardingError(f"{flag}: a rules file has no section {section}{hint}\n  fix   {fix}")
-        value, within = core_yaml.parse(written, flag), raw
-        path = [section, row] if row else [section]
-        if section == "compiler_options":
-            path = key.split(".", 2)
+        """Lays one 'rules.KEY=VALUE' over the values of a file."""
+        flag, (path, value), within = f"--set {text}", read_setting(text, self.vocabulary), raw
         for number, part in enumerate(path[:-1], 1):
             if within.get(part) is not None and not isinstance(within[part], dict):
                 known = ".".join(path[:number])
@@ -169,25 +189,19 @@ class _Reader:
             within[part] = dict(within.get(part) or {})
             within = within[part]
         within[path[-1]] = value
-        self.flags[key] = flag
+        self.flags[".".join(path)] = flag
 
     def sizes(self, mesh: Mapping[Any, Any], override: str) -> dict[Any, Any]:
         """The sizes of a mesh with those of --mesh laid over them."""
-        raw = dict(mesh)
-        for item in filter(None, override.split(",")):
-            name, _, size = item.partition("=")
-            if name not in raw:
+        sizes = read_sizes(override)
+        for name in sizes:
+            if name not in mesh:
                 raise ShardingError(
-                    f"--mesh={override}: {self.path} has no mesh axis {name!r}{did_you_mean(name, map(str, raw))}\n"
-                    f"  fix   its axes are {', '.join(map(str, raw))}"
+                    f"--mesh={override}: {self.path} has no mesh axis {name!r}{did_you_mean(name, map(str, mesh))}\n"
+                    f"  fix   its axes are {', '.join(map(str, mesh))}"
                 )
-            if not (size.isascii() and size.removeprefix("-").isdigit()):
-                raise ShardingError(f"--mesh={override}: {name} has no size\n  fix   write --mesh={name}=SIZE")
-            if self.flags.get(f"mesh.{name}") == f"--mesh={override}":
-                raise ShardingError(f"--mesh={override}: {name} appears twice\n  fix   give it one size")
-            raw[name] = int(size)
             self.flags[f"mesh.{name}"] = f"--mesh={override}"
-        return raw
+        return {**mesh, **sizes}
 
     def rules(self, raw: Mapping[Any, Any]) -> Rules:
         for key, value in raw.items():

@@ -26,9 +26,9 @@ from collections import Counter
 from pathlib import Path
 
 from gspmd_lm.errors import STOPPED
+from gspmd_lm.launch.local import free_port
 from tests.attacks.runs import ENDS_S, PATIENCE_S, RANDOM, SMALL, arrays, checkpoints, finished, start
 from tests.attacks.slowed import slowed
-from tests.launched import free_port
 
 
 def digest(folder, leave_out=("lock", "lock.json", "versions.json", "_CHECKPOINT_METADATA", "commit_success.txt")):

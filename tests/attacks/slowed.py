@@ -11,8 +11,9 @@ import sys
 import time
 
 from gspmd_lm.errors import STOPPED
+from gspmd_lm.launch.local import free_port
 from tests.attacks.runs import PATIENCE_S, RANDOM, SMALL, arrays, checkpoints
-from tests.launched import ROOT, free_port
+from tests.launched import ROOT
 
 
 def forked(arguments, folder, log, lag_s=0.0):

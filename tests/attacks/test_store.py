@@ -16,9 +16,10 @@ import urllib.request
 import pytest
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT
+from gspmd_lm.launch.local import free_port
 from tests.attacks import bucket
 from tests.attacks.runs import RANDOM, SMALL
-from tests.launched import ROOT, free_port
+from tests.launched import ROOT
 
 MISSING = [name for name in ("gcsfs", "gcp_storage_emulator") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -2,10 +2,12 @@
 
 import pytest
 
+from gspmd_lm.config import core_yaml
 from gspmd_lm.config.paths import find_file
 from gspmd_lm.errors import InputError
-from gspmd_lm.explore import controls, fixes
+from gspmd_lm.explore import controls, fixes, rows
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.rules import MESH_AXES
 
@@ -48,6 +50,19 @@ def test_a_kernel_is_chosen_and_left_to_the_platform_again(text):
 def test_a_control_or_value_that_there_is_none_of_is_refused(text, name, value):
     with pytest.raises(InputError):
         controls.set_control(text, V5P, name, value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("rules.rules.residual.seq=tensor", {"rules": {"residual.seq": "tensor"}}),
+        ("rules.remat=dots", {"remat": "dots"}),
+        ("rules.compiler_options.gpu.xla_a=true", {"compiler_options": {"gpu": {"xla_a": True}}}),
+    ],
+)
+def test_what_a_flag_sets_is_written_where_a_rules_file_reads_it(flag, value):
+    changed = rows.set_value("mesh: {tensor: 4}\n", *rules_file.read_setting(flag))
+    assert core_yaml.load(changed) == {"mesh": {"tensor": 4}} | value
 
 
 def test_what_is_completed():

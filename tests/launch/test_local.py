@@ -12,9 +12,9 @@ import time
 import pytest
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT
-from gspmd_lm.launch.local import Local
+from gspmd_lm.launch.local import Local, free_port
 from tests.launch.cloud import HOSTS, QUICK
-from tests.launched import FROM_OUTSIDE, free_port
+from tests.launched import FROM_OUTSIDE
 from tests.quick import QUICK_FLAGS
 
 TRAIN = shlex.join([

@@ -18,7 +18,7 @@ import pytest
 import gspmd_lm
 from gspmd_lm import cli
 from gspmd_lm.errors import STOPPED
-from tests.launched import free_port
+from gspmd_lm.launch.local import free_port
 from tests.quick import QUICK_FLAGS
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.launch.local import free_port
 from gspmd_lm.runtime import rendezvous
-from tests.launched import free_port
 
 ALLOWED_S = {name: value for name, value in vars(rendezvous).items() if name.endswith("_S")}
 

@@ -10,8 +10,9 @@ from jaxlib import xla_client
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import chips
+from gspmd_lm.launch.local import free_port
 from gspmd_lm.runtime import startup
-from tests.launched import free_port, launch, output
+from tests.launched import launch, output
 
 SUM_THEN_TRAIN = """
 import contextlib, os, sys, time

@@ -11,9 +11,10 @@ import time
 import pytest
 
 from gspmd_lm.errors import FAILED
+from gspmd_lm.launch.local import free_port
 from gspmd_lm.runtime import watchdog
 from gspmd_lm.runtime.watchdog import Watchdog
-from tests.launched import ROOT, free_port, launch
+from tests.launched import ROOT, launch
 from tests.quick import QUICK_FLAGS
 
 # A run whose steps are late after 4 s.
