@@ -181,6 +181,9 @@ def batch_of():
             arrays["object"] = rng.integers(0, 2, inputs["object"].shape).astype(np.float32)
             arrays["object"][:, model.patches.side**2 - 2 :] = -1
             arrays["object"][-1] = -1
+        for name, x in arrays.items():  # padded as by a loader
+            fill, more = -1 if name in ("targets", "labels", "object") else 0, data.rows - len(x)
+            arrays[name] = np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
         wanted = built_step.abstract_batch
         return {name: jax.device_put(arrays[name], like.sharding) for name, like in wanted.items()}
 
