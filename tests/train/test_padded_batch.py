@@ -39,7 +39,8 @@ def test_padding_changes_nothing(kind, small, course):
     microbatches = 1 if kind == "CLIP" else 2
     alone = course(made[0], "single", unroll=1)
     found = course(made[16], rules_file.load("fsdp8", f"fsdp={8 // microbatches}"), microbatches=microbatches)
-    agree(found, alone, rtol=1e-6, atol=0, unseen=UNSEEN.get(kind, ("attention.bk",)))
+    gradients = 1e-4 if kind == "masks" else 1e-5  # as test_mask_layouts.py explains
+    agree(found, alone, rtol=1e-6, atol=0, unseen=UNSEEN.get(kind, ("attention.bk",)), gradients=gradients)
 
 
 @pytest.mark.parametrize("data", [{}, {"packing": "stream"}])
