@@ -144,6 +144,7 @@ def batch_of():
         tokens = rng.integers(0, max(model.vocab, 1), (data.batch, data.seq + 1), dtype=np.int32)
         cut = rng.integers(1, data.seq, (data.batch, 1))
         place = np.arange(data.seq)[None]
+        shapes = {name: like.shape for name, like in built_step.task.batch(data.batch).items()}
         arrays = {
             "tokens": tokens[:, :-1],
             "targets": np.where(place == cut - 1, -1, tokens[:, 1:]).astype(np.int32),
@@ -163,24 +164,26 @@ def batch_of():
                 "source_positions": np.where(place < cut, place, place - cut).astype(np.int32),
             }
         if model.frames:
-            shape = built_step.task.inputs["source_frames"].shape
-            arrays["source_frames"] = rng.standard_normal(shape, np.float32)
+            arrays["source_frames"] = rng.standard_normal(shapes["source_frames"], np.float32)
         if model.vision:  # a row has one text, and the last row none
             cut[-1] = 0
             positions = np.broadcast_to(place, (data.batch, data.seq)).astype(np.int32)
             arrays |= {"segment_ids": (place < cut).astype(np.int32), "positions": positions}
-            arrays["patches"] = rng.standard_normal(built_step.task.inputs["patches"].shape, np.float32)
+            arrays["patches"] = rng.standard_normal(shapes["patches"], np.float32)
             rows = model.vision.queries.rows if model.vision.queries else 0
             arrays["targets"] = np.where((place >= rows) & (place < cut), arrays["targets"], -1).astype(np.int32)
         if model.patches:
             arrays["patches"] = rng.standard_normal((data.batch, data.seq, model.patches.pixels), np.float32)
         if model.masks:  # a box around an object, or a point of it; the last row is padding
-            inputs, is_box = built_step.task.inputs, rng.integers(0, 2, (data.batch, 1))
-            arrays["points"] = rng.random(inputs["points"].shape, np.float32)
+            is_box = rng.integers(0, 2, (data.batch, 1))
+            arrays["points"] = rng.random(shapes["points"], np.float32)
             arrays["point_kinds"] = np.where(is_box, [[2, 3]], [[1, -1]]).astype(np.int32)
-            arrays["object"] = rng.integers(0, 2, inputs["object"].shape).astype(np.float32)
+            arrays["object"] = rng.integers(0, 2, shapes["object"]).astype(np.float32)
             arrays["object"][:, model.patches.side**2 - 2 :] = -1
             arrays["object"][-1] = -1
+        for name, x in arrays.items():  # padded as by a loader
+            fill, more = -1 if name in ("targets", "labels", "object") else 0, data.rows - len(x)
+            arrays[name] = np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
         wanted = built_step.abstract_batch
         return {name: jax.device_put(arrays[name], like.sharding) for name, like in wanted.items()}
 

@@ -8,7 +8,7 @@ from absl import flags
 
 from gspmd_lm import files
 from gspmd_lm.cli import inputs, outputs
-from gspmd_lm.config import Config, core_yaml
+from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Rules
@@ -56,8 +56,7 @@ class Restart:
 
         decided = processes.from_first(self._decide(config, rules, simulated) if machine.is_main else None)
         if decided["text"] is not None:
-            path, text = decided["path"], decided["text"]
-            rules = dataclasses.replace(rules_file.from_dict(core_yaml.parse(text, path), path), text=text)
+            rules = rules_file.from_text(decided["text"], decided["path"])
         return elastic.with_rows(config, decided["rows"]), rules
 
     def _decide(self, config: Config, rules: Rules, simulated: int) -> dict[str, Any]:
@@ -70,23 +69,19 @@ class Restart:
         workdir = layout.workdir_path(values.workdir) if values.workdir else None
         earlier = _read_earlier(workdir) if workdir else None
         known = _find_beginning(workdir, earlier) if workdir else None
-        if known and known.rules == rules_file.to_dict(rules):
-            if values.config is None:  # the config of the workdir may be padded for the devices of the last start
-                config = elastic.with_rows(config, known.padded_batch or config.data.batch)
+        if known and values.config is None:  # that of the workdir may be padded for the devices of the last start
+            config = elastic.with_rows(config, known.padded_batch or config.data.batch)
+        plain = rules_file.to_dict(rules)
+        self._beginning = Beginning(plain, target.devices, config.data.padded_batch)
+        if known and known.rules == plain:
             self._beginning = known
-        else:
-            self._beginning = Beginning(rules_file.to_dict(rules), target.devices, config.data.padded_batch)
         found = elastic.adapt(config, rules, self._beginning.devices, target, outputs.say)
         if found.change:
             outputs.say(f"--elastic: {found.change}")
         if earlier and (line := _forecast(earlier, found.config, target, values.steps)):
             outputs.say(f"--elastic: {line}")
-        changed = found.rules is not rules
-        return {
-            "rows": found.config.data.rows,
-            "path": found.rules.path,
-            "text": found.rules.text if changed else None,
-        }
+        text = None if found.rules is rules else found.rules.text
+        return {"rows": found.config.data.rows, "path": found.rules.path, "text": text}
 
     def keep(self, workdir: "epath.Path") -> None:
         """Writes down how the run began, for later restarts. Only the first process does."""

@@ -1,6 +1,5 @@
 """What flags name: the config, the rules, the workdir and the machine. Files are read before jax is imported."""
 
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from absl import flags
 
 from gspmd_lm import api, files
 from gspmd_lm.cli import outputs
-from gspmd_lm.config import Config, core_yaml
+from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.target import MOST_DEVICES
 from gspmd_lm.runtime.quiet import import_jax
@@ -159,7 +158,7 @@ def begin(
     processes.watch(logging.getLogger("gspmd_lm").warning)
     if values.rules == PLAN:  # the first process plans, and all processes take what it found
         path, text = processes.from_first(_plan_rules(values, config) if machine.is_main else None)
-        rules = dataclasses.replace(rules_file.from_dict(core_yaml.parse(text, path), path), text=text)
+        rules = rules_file.from_text(text, path)
     elif settle:
         config, rules = settle(config, rules, machine, wanted)
     excluded = (

@@ -13,7 +13,6 @@ from gspmd_lm.cli.verb import Flags, Verb, on_chip, on_devices
 from gspmd_lm.errors import STOPPED, InputError
 from gspmd_lm.runtime import endings
 from gspmd_lm.runtime.quiet import import_jax
-from gspmd_lm.sharding.problems import ShardingError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,6 +76,7 @@ def _run(values: flags.FlagValues) -> int:
     import_jax()
     from gspmd_lm import session
     from gspmd_lm.runtime import processes
+    from gspmd_lm.sharding.problems import ShardingError
     from gspmd_lm.workdir import layout, wall_time
 
     profile = _profile(values.profile)

@@ -102,8 +102,7 @@ class Data:
             wrong.append("source: some entries have a messages_field and others have none: texts and conversations "
                          "do not mix")  # fmt: skip
         if 0 < self.padded_batch < self.batch:
-            wrong.append(f"padded_batch={self.padded_batch} is smaller than batch={self.batch}: set padded_batch to 0, "
-                         "or to as many or more")  # fmt: skip
+            wrong.append(f"padded_batch={self.padded_batch} is smaller than batch={self.batch}: set it to 0 or to more")
         if wrong:
             raise ValueError("\n".join(wrong))
 

@@ -53,7 +53,7 @@ def adapt(config: Config, rules: Rules, began_on: int, target: Target, say: Call
 
     Raises InputError if no layout fits.
     """
-    begun = rules.fill(rules.devices if rules.devices > 0 else began_on)
+    begun = _fill_as_begun(rules, began_on)
     if begun.problems:
         return Adapted(rules, config, "")  # the check of the rules raises them
     layouts = find_layouts(rules, began_on, config.data.batch, target.devices, target.slices)
@@ -71,6 +71,8 @@ def adapt(config: Config, rules: Rules, began_on: int, target: Target, say: Call
             return Adapted(_as_file(rules, layout.rules), with_rows(config, layout.rows), change)
         if estimated == MOST_ESTIMATED:
             break
+    if same:  # the check of the rules says more about what is wrong with them
+        return Adapted(rules, config, "")
     say(f"no layout like {rules.label} fits on {target.text}, so another one is searched for")
     return _search(config, rules, target, next(iter(reasons), ""), say)
 
@@ -85,7 +87,7 @@ def find_layouts(rules: Rules, began_on: int, batch: int, devices: int, slices: 
     rules: those of the run, unfilled. began_on: its devices then, for a size of -1. batch: rows that have targets.
     slices: of TPUs, between which the network is slow.
     """
-    begun = rules.fill(rules.devices if rules.devices > 0 else began_on)
+    begun = _fill_as_begun(rules, began_on)
     filled, base = rules.fill(devices).mesh, _free_replicas(begun)
     most = math.ceil(batch / (_pieces(begun) * begun.microbatches))
     found = []
@@ -107,6 +109,12 @@ def with_rows(config: Config, rows: int) -> Config:
     """The config whose batches are filled up to so many rows. Raises InputError where that would change the loss."""
     data = {**configs.to_dict(config)["data"], "padded_batch": rows if rows != config.data.batch else 0}
     return configs.from_dict({**configs.to_dict(config), "data": data}, f"config {config.name}")
+
+
+def _fill_as_begun(rules: Rules, began_on: int) -> Rules:
+    """Rules filled for the number of devices that a run began on, or for fewer that the other sizes divide."""
+    known = math.prod(size for size in rules.mesh.values() if size > 0)
+    return rules.fill(rules.devices if rules.devices > 0 else known * max(1, began_on // known))
 
 
 def _pieces(rules: Rules) -> int:
@@ -171,7 +179,7 @@ def _refusal(config: Config, target: Target, known: dict[int, Estimator], layout
     traces = estimator.traces
     settled = settle_layout(traces.task, rules, target)
     if problems := traces.problems(settled, target.platform):
-        return str(problems[0]), False
+        return problems[0].message, False
     if target.chip is None:
         return "", False
     needed, there = estimator.estimate(settled).peak_bytes, target.chip.usable_hbm_bytes
@@ -206,8 +214,7 @@ def _as_file(given: Rules, rules: Rules) -> Rules:
         dataclasses.replace(row, mesh_axes=tuple(name for name in row.mesh_axes if name in mesh)) for row in rules.rows
     )
     raw = rules_file.to_dict(dataclasses.replace(rules, mesh=mesh, rows=tuple(rows)))
-    read = rules_file.from_dict(raw, name)
-    return dataclasses.replace(read, text=f"# {name}, as --elastic chose it.\n{candidate.yaml(raw)}")
+    return rules_file.from_text(f"# {name}, as --elastic chose it.\n{candidate.yaml(raw)}", name)
 
 
 def _describe_mesh(mesh: Mapping[str, int]) -> str:

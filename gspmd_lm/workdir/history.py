@@ -60,7 +60,10 @@ def write_description(
 def count_devices(workdir: epath.Path) -> int:
     """How many devices a run had when it was last started; 0 if nothing says it."""
     path = workdir / layout.ABOUT
-    return _count_devices(json_object(paths.read_text(path), path)) if path.exists() else 0
+    try:
+        return _count_devices(json_object(paths.read_text(path), path)) if path.exists() else 0
+    except InputError:  # it is replaced at the next start
+        return 0
 
 
 def _count_devices(about: Mapping[str, Any]) -> int:

@@ -20,7 +20,7 @@ train --config=small.yaml --rules=none --train_tokenizer=own.json --set data.tok
 train --config=small.yaml --rules=dp2_tp4 --mesh=data=4,tensor=2 --dry_run | parameters, mesh data=4 x tensor=2
 train --config=small.yaml --rules=zero1_8 --dry_run --show=wq --html=d.html | optimizer state: embed/data
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --platform=cpu --devices=8 --workdir=runs/a --steps=1 --profile=0:1 --compile_cache=none --set data.held_out=0.0 | step 1/1
-train --workdir=runs/a --steps=2 --step=1 | restored step 1 of
+train --workdir=runs/a --steps=2 --step=1 --elastic | restored step 1 of
 plot --workdir=runs/a --html=a.html | a.html
 explain --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --phase=train --json=e.json --html=e.html --export=step.bin --set model.mlp=32 | on cpu:2, 2 simulated devices
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --set model.mlp=32 --executable=step.bin --trust --steps=1 --workdir=runs/b | loaded, not compiled
@@ -39,7 +39,7 @@ eval --workdir=W --rules=none --continuations=IN.jsonl --output=scores.jsonl | s
 convert --config=W/config.yaml --workdir=W --to=OUT --step=0 --dtype=bfloat16 --set data.seq=32 | OUT:
 train --config=W/config.yaml --rules=none --set train.init_from=W --set data.source='chats/*.jsonl' --set data.messages_field=messages --set data.batch=2 --set data.seq=64 --set train.trackers=[] --set data.held_out=0.0 --set 'model.lora={rank: 2, alpha: 4, targets: [wq]}' --steps=1 --workdir=tuned | adapters: learning rate
 convert --workdir=tuned --to=ADAPTER --adapter --base=DIR | ADAPTER:
-launch --place=queued-resource --name=one --zone=z --project=p --accelerator=v5litepod-8 --runtime_version=v --spot --port=1 --workdir=gs://b/w --train=--config=small.yaml --max_retries=1 --max_hours=1 --max_usd=1 --usd_per_hour=1 --autodelete --logs=here --print -- --rules=fsdp8 | --config=small.yaml --rules=fsdp8
+launch --place=queued-resource --name=one --elastic --zone=z --project=p --accelerator=v5litepod-8 --runtime_version=v --spot --port=1 --workdir=gs://b/w --train=--config=small.yaml --max_retries=1 --max_hours=1 --max_usd=1 --usd_per_hour=1 --autodelete --logs=here --print -- --rules=fsdp8 | --config=small.yaml --rules=fsdp8
 launch --place=gke --accelerator=v5litepod-8 --image=i --workdir=gs://b/w --print | image: i
 launch --place=slurm --accelerator=h100:2x8 --python=own --time=1:00 --workdir=w --print | SBATCH --time=1:00
 launch --processes=2 --workdir=runs/two --print -- --config=small.yaml | --num_processes=2 --process_id=1

@@ -6,9 +6,12 @@ import json
 import numpy as np
 import pytest
 
+from gspmd_lm import config as configs
 from gspmd_lm import files
+from gspmd_lm.cli import elastic
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.sharding import mesh as meshes
+from gspmd_lm.workdir.history import RunHistory
 from tests.quick import QUICK_FLAGS
 
 FLAGS = (
@@ -98,3 +101,19 @@ def test_a_damaged_beginning_is_named(run, tmp_path):
     files.replace_json(tmp_path / "beginning.json", {"devices": 6})
     code, _, err = run("train", *FLAGS, f"--workdir={tmp_path}", "--elastic")
     assert code == 2 and f"{tmp_path}/beginning.json: other fields" in err and "\n  fix   delete it" in err
+
+
+def test_the_time_and_the_price_of_the_rest():
+    """Half of the devices take twice as long for the same rows, and a ninth more for two rows without targets."""
+    rows = [{"step": step, "loss": 1.0, "step_time_s": 2.0} for step in range(1, 101)]
+    earlier = RunHistory("a", "a", rows, [], [], {"data": {"batch": 16}}, "", {"mesh": {"fsdp": 8}})
+    config, target = configs.load("tiny"), targets.parse("v5e:2x2")
+    assert target.chip and target.chip.usd_per_hour
+    usd = 4 * target.chip.usd_per_hour * 50 * 4.0 / 3600
+    assert elastic._forecast(earlier, config, target, None) == (
+        "a step took 2 s on 8 devices, and will take about 4 s; the 50 steps that are left: about 3m20s, "
+        f"{usd:.2f} USD at {target.chip.usd_per_hour:.2f} USD a chip and hour"
+    )
+    padded = configs.load("tiny", ["data.padded_batch=18"])
+    assert "will take about 4.5 s; the 20 steps that are left" in elastic._forecast(earlier, padded, target, 120)
+    assert elastic._forecast(earlier, config, targets.parse("v5e:2x4"), None) == ""  # as many as before
