@@ -99,7 +99,7 @@ def main() -> None:
         if "whole" not in seconds:
             whole = time.process_time()
             seconds["the rest, and the first step"] = whole - sum(seconds.values())
-            seconds |= {"whole": whole, WALL: time.time() - float(os.environ[BEGAN])}
+            seconds.update({"whole": whole, WALL: time.time() - float(os.environ[BEGAN])})
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(seconds, file)
         return last

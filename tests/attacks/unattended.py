@@ -58,10 +58,11 @@ class Hosts(Local):
 
     def commands(self, program, port):
         """The command of each process."""
-        return [
-            ["ip", "netns", "exec", f"{NAME}{number}", *(word.replace("=localhost:", f"={SUBNET}1:") for word in command)]
-            for number, command in enumerate(super().commands(program, port))
-        ]  # fmt: skip
+        commands = super().commands(program, port)
+        for number, command in enumerate(commands):
+            elsewhere = [word.replace("=localhost:", f"={SUBNET}1:") for word in command]
+            commands[number] = ["ip", "netns", "exec", f"{NAME}{number}", *elsewhere]
+        return commands
 
 
 def ip(*words):
@@ -193,8 +194,8 @@ class Attacker:
 def job(options, name, *flags):
     """The job of a run in the bucket."""
     train = [*SMALL, *RANDOM, "--rules=fsdp", "--platform=cpu", "--devices=1",
-             f"--compile_cache={options.folder}/compiled", "--set=train.checkpoint_every=5", "--set=train.steps=1000000",
-             *QUICK_FLAGS, *flags]  # fmt: skip
+             f"--compile_cache={options.folder}/compiled", "--set=train.checkpoint_every=5",
+             "--set=train.steps=1000000", *QUICK_FLAGS, *flags]  # fmt: skip
     return Job(place="local", name=name, processes=options.processes, workdir=f"gs://bucket/{name}",
                logs=f"{options.folder}/{name}", train=shlex.join(train), max_retries=10**6)  # fmt: skip
 

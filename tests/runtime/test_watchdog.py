@@ -160,7 +160,13 @@ def start(tmp_path):
 
         def begin(first, second, *more):
             programs = first, second
-            flags = [*SMALL, *more, f"--workdir={tmp_path}/run", f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
+            flags = [
+                *SMALL,
+                *more,
+                f"--workdir={tmp_path}/run",
+                f"--coordinator=127.0.0.1:{free_port()}",
+                "--num_processes=2",
+            ]
             flags += ["--set=train.hang_minutes=0.5", "--devices=4"]
             logs = [tmp_path / f"{number}.log" for number in range(2)]
             both = []
