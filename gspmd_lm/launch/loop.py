@@ -34,7 +34,7 @@ class Waits:
     look: float = 120.0  # between two questions about the slice of a run that goes on
     retry: float = 10.0  # after a failure; twice as long after each further one, up to `longest`
     longest: float = 600.0
-    others: float = 300.0  # that processes get to end after one of them has failed
+    others: float = 60.0  # that processes get to end by themselves after one of them has ended early
     stop: float = 600.0  # that processes get to save
 
 
@@ -214,8 +214,8 @@ class Launch:
 
     def _wait_for(self, followers: Sequence[subprocess.Popen[bytes]], folder: Path, first: logs.Follower) -> None:
         """Returns when all have ended, when the slice is lost, or when those that are left have been killed."""
-        looked, failed, stopped = time.monotonic(), None, None
-        while None in [follower.poll() for follower in followers]:  # each is asked: `_has_failed` reads the answers
+        looked, ended, stopped = time.monotonic(), None, None  # since when one has ended early, and all are to stop
+        while None in [follower.poll() for follower in followers]:  # each is asked: `_codes` reads the answers
             time.sleep(self.waits.poll)
             self._show(first.lines())
             now = time.monotonic()
@@ -223,21 +223,23 @@ class Launch:
                 looked = now
                 if self._is_lost():
                     return
-            if failed is None and self._has_failed(followers, folder):
-                failed = now
-            if stopped is None and (self._stop_asked or self.budget.over):
+            codes = self._codes(followers, folder)
+            ended = ended or (now if codes else None)
+            is_left = ended is not None and now - ended > self.waits.others
+            why = self.budget.over or "asked to stop" * self._stop_asked or "a process was stopped" * is_left
+            if why and stopped is None and codes <= {STOPPED}:
                 stopped = now
-                self._say(f"{self.budget.over or 'asked to stop'}: the processes save and end")
+                self._say(f"{why}: the processes save and end")
                 self._try(self.place.stop)
-            if (failed and now - failed > self.waits.others) or (stopped and now - stopped > self.waits.stop):
+            if (is_left and codes - {STOPPED}) or (stopped and now - stopped > self.waits.stop):
                 self._say("the processes that have not ended are killed")
                 self._try(self.place.kill)
                 return
 
-    def _has_failed(self, followers: Sequence[subprocess.Popen[bytes]], folder: Path) -> bool:
-        """Whether a process has ended, with an error or early, while others go on."""
+    def _codes(self, followers: Sequence[subprocess.Popen[bytes]], folder: Path) -> set[int]:
+        """The exit codes of the processes that have failed or stopped, of which others may still go on."""
         codes = [follower.returncode for follower in followers]
-        return any(code for code in [*codes, *map(logs.exit_code, logs.files(folder))])
+        return {code for code in [*codes, *map(logs.exit_code, logs.files(folder))] if code}
 
     def _is_lost(self) -> bool:
         """Whether the slice is no longer there. If nobody answers it may be, and the run itself has not ended."""

@@ -9,7 +9,6 @@ import jax
 
 from gspmd_lm.runtime import processes
 
-
 _LONG_MS = 600_000
 _PAUSE_S = 0.2  # until the thread looks whether this process wants something
 _LEAVING = "leave"  # is announced as a thing when all processes leave

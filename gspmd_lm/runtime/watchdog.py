@@ -19,7 +19,7 @@ from gspmd_lm.units import human_seconds
 
 LATE = 10  # a step is late when it has taken so many times the median
 LATE_S = 60.0  # and at least this long, and so is anything else that is watched
-TICK_S = 5.0  # between two looks, and between two reports of a process
+TICK_S = 5.0  # between two looks
 STEPS = 101  # the median is that of so many steps
 WHOLE = 6  # what comes in one piece, such as a save, may take so many times as long as a step
 
@@ -59,7 +59,8 @@ class Watchdog:
         self._began = time.monotonic()  # of the part that is computed
         self._left, self._lock = threading.Event(), threading.Lock()
         self._reported_at = time.monotonic()
-        self._reports: dict[int, list[Any]] = {}  # process -> its last one: a count, the step done, what it is at
+        # Process -> its last report: a count, the step done, and what it is at. None before the first look.
+        self._reports: dict[int, list[Any]] | None = None
         self._ends = False  # whether something hangs, here or in another process
 
     def __enter__(self) -> "Watchdog":
@@ -97,7 +98,7 @@ class Watchdog:
     def _restart(self, now: float) -> tuple[str, float] | None:
         """Begins a new part. Returns the kind and the seconds of the old one, if it was late."""
         hung = (self._kind, self._waited_s) if self._said else None
-        self._began, self._waited_s, self._said, self._near = now, 0.0, False, False
+        self._began, self._waited_s, self._said, self._near, self._reports = now, 0.0, False, False, None
         return hung
 
     def _count(self, hung: tuple[str, float] | None) -> None:
@@ -137,12 +138,13 @@ class Watchdog:
             return line
         if self._index:  # the first process says it, unless it is the one that does not answer
             return f"{line}; process 0 does not answer" if self._silent_s() > 3 * TICK_S else ""
-        before, self._reports = self._reports, self._read()
-        if not before:
+        before, reports = self._reports, self._read()
+        self._reports = reports
+        if before is None:
             return ""
-        who, most = [], max([self.done, *(step for _, step, _ in self._reports.values())])
+        who, most = [], max([self.done, *(step for _, step, _ in reports.values())])
         for number in range(1, jax.process_count()):
-            report = self._reports.get(number)
+            report = reports.get(number)
             if report is None or report == before.get(number):
                 who.append(f"process {number} does not answer")
             elif report[1] < most:
@@ -176,7 +178,7 @@ class Watchdog:
     def _report(self) -> None:
         """Reports what this process is at while it is near being late, and hears whether something hangs elsewhere."""
         store, count = processes.client(), 0
-        while not self._left.wait(TICK_S):
+        while not self._left.wait(TICK_S / 2):  # so that each look finds a new report
             if not self._near and not self._ends:
                 self._reported_at = time.monotonic()
                 continue

@@ -259,7 +259,7 @@ def lose_one(folder, record, draw, count, victim, how):
     processes[victim].send_signal(signal.SIGKILL if how == "SIGKILL" else signal.SIGSTOP)
     began = time.monotonic()
     if how == "SIGSTOP":
-        time.sleep(45)
+        time.sleep(100)
         alive = all(process.poll() is None for process in processes)
         processes[victim].send_signal(signal.SIGCONT)
         rows = (workdir / "metrics.jsonl").read_bytes().count(b"\n")

@@ -49,6 +49,7 @@ ATTACKS = {
     "link cut briefly": (2, (1, 10)),
     "link cut for long": (1, (40, 70)),
 }
+ENDS_ALL = ("SIGKILL", "SIGTERM")  # after these, all processes must be started again
 ENDS_NOTHING = ("SIGSTOP",)  # after these, the same processes must go on
 
 
@@ -57,10 +58,11 @@ class Hosts(Local):
 
     def commands(self, program, port):
         """The command of each process."""
-        return [
-            ["ip", "netns", "exec", f"{NAME}{number}", *(word.replace("=localhost:", f"={SUBNET}1:") for word in command)]
-            for number, command in enumerate(super().commands(program, port))
-        ]  # fmt: skip
+        commands = super().commands(program, port)
+        for number, command in enumerate(commands):
+            elsewhere = [word.replace("=localhost:", f"={SUBNET}1:") for word in command]
+            commands[number] = ["ip", "netns", "exec", f"{NAME}{number}", *elsewhere]
+        return commands
 
 
 def ip(*words):
@@ -156,7 +158,7 @@ class Attacker:
         time.sleep(draw.uniform(0, 0.5))
         attempt, step = self._strike(kind, victim, lasts_s)
         facts = {"kind": kind, "victim": victim, "lasts_s": round(lasts_s, 1), "step": step, "while": "a step"}
-        if again and kind not in ENDS_NOTHING and kind != "link cut briefly":
+        if again and kind in ENDS_ALL:
             self._wait(lambda: self._at()[0] > attempt)
             self.record(facts)
             kind, delay_s, victim = draw.choice(["SIGKILL", "SIGTERM"]), draw.uniform(0, 30), self.options.processes - 1
@@ -164,7 +166,8 @@ class Attacker:
             attempt, step = self._strike(kind, victim, 0)
             facts = {"kind": kind, "victim": victim, "step": step, "while": f"the first {delay_s:.0f} s of a start"}
             self.done += 1
-        back_s = self._wait(lambda: self._at()[1] > 0 and self._at() > (attempt, step))
+        least = (attempt + 1, 0) if kind in ENDS_ALL else (attempt, step)
+        back_s = self._wait(lambda: self._at() > least and self._at()[1] > 0)
         same = self._at()[0] == attempt
         if kind in ENDS_NOTHING and not same:
             raise RuntimeError(f"{facts} ended the run; see {self.folder}/{attempt}")
@@ -191,8 +194,8 @@ class Attacker:
 def job(options, name, *flags):
     """The job of a run in the bucket."""
     train = [*SMALL, *RANDOM, "--rules=fsdp", "--platform=cpu", "--devices=1",
-             f"--compile_cache={options.folder}/compiled", "--set=train.checkpoint_every=5", "--set=train.steps=1000000",
-             *QUICK_FLAGS, *flags]  # fmt: skip
+             f"--compile_cache={options.folder}/compiled", "--set=train.checkpoint_every=5",
+             "--set=train.steps=1000000", *QUICK_FLAGS, *flags]  # fmt: skip
     return Job(place="local", name=name, processes=options.processes, workdir=f"gs://bucket/{name}",
                logs=f"{options.folder}/{name}", train=shlex.join(train), max_retries=10**6)  # fmt: skip
 

@@ -56,6 +56,15 @@ def test_processes_that_do_not_notice_that_another_one_has_failed_are_killed(mac
     assert "the processes that have not ended are killed" in machine.said and time.monotonic() - began < 60
 
 
+def test_processes_that_do_not_notice_that_another_one_was_stopped_are_asked_to_stop(machine, tmp_path, monkeypatch):
+    waits = ["sh", "-c", f"trap 'exit {STOPPED}' TERM; while true; do sleep 0.1; done"]
+    monkeypatch.setattr(Local, "commands", lambda self, program, port: [waits, ["sh", "-c", f"exit {STOPPED}"]])
+    job = machine.job("local", processes=2, workdir=str(tmp_path / "run"), train=TRAIN, max_retries=0)
+    assert machine.launch(job, waits=dataclasses.replace(QUICK, stop=60)) == STOPPED
+    assert "a process was stopped: the processes save and end" in machine.said
+    assert "attempt 1 stopped with work left" in machine.said
+
+
 @pytest.mark.slow
 def test_a_process_that_is_killed_ends_no_run(machine, tmp_path):
     """Two processes, of which one is killed: all start again, and come to the losses of a run that nobody killed."""

@@ -161,8 +161,14 @@ def start(tmp_path):
 
         def begin(first, second, *more):
             programs = first, second
-            flags = [*SMALL, *more, f"--workdir={tmp_path}/run", f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
-            flags += ["--set=train.hang_minutes=0.2", "--devices=4"]
+            flags = [
+                *SMALL,
+                *more,
+                f"--workdir={tmp_path}/run",
+                f"--coordinator=127.0.0.1:{free_port()}",
+                "--num_processes=2",
+            ]
+            flags += ["--set=train.hang_minutes=0.5", "--devices=4"]
             logs = [tmp_path / f"{number}.log" for number in range(2)]
             both = []
             for number, (program, log) in enumerate(zip(programs, logs, strict=True)):
@@ -182,18 +188,18 @@ def start(tmp_path):
 def test_a_process_that_is_stopped_is_named_and_the_run_ends(start, victim):
     both, logs = start(HASTY, HASTY)
     both[victim].send_signal(signal.SIGSTOP)
-    assert both[1 - victim].wait(120) == FAILED, logs[1 - victim].read_text()
+    assert both[1 - victim].wait(240) == FAILED, logs[1 - victim].read_text()
     said = logs[1 - victim].read_text()
     assert re.search(rf"has taken \d+ s, \d+ times the usual .*; process {victim} does not answer", said), said
     assert "hangs; the Python stacks:" in said and 'loop.py", line' in said
     both[victim].send_signal(signal.SIGCONT)
-    assert both[victim].wait(120), logs[victim].read_text()
+    assert both[victim].wait(240), logs[victim].read_text()
 
 
 @pytest.mark.slow
 def test_an_evaluation_in_which_a_process_hangs_ends_the_run_and_is_counted(start, tmp_path):
     both, logs = start(HASTY, HANGING_EVALUATION + HASTY, "--set=train.eval_every=30")
-    assert [one.wait(120) for one in both] == [FAILED, FAILED], logs[0].read_text()
+    assert [one.wait(240) for one in both] == [FAILED, FAILED], logs[0].read_text()
     first, second = (log.read_text() for log in logs)
     at = "a batch or the samples of the evaluation after step 30"
     assert re.search(rf"warning: {at} has taken \d+ s; process 1", first), first
@@ -205,7 +211,7 @@ def test_an_evaluation_in_which_a_process_hangs_ends_the_run_and_is_counted(star
 @pytest.mark.slow
 def test_all_processes_write_their_stacks_when_one_of_them_hangs(start):
     both, logs = start(HASTY, STUCK + HASTY)
-    assert [one.wait(120) for one in both] == [FAILED, FAILED], logs[0].read_text()
+    assert [one.wait(240) for one in both] == [FAILED, FAILED], logs[0].read_text()
     first, second = (log.read_text() for log in logs)
     assert re.search(r"warning: step \d+ has taken \d+ s, .*; process 1 has done step 19 only", first), first
     assert "hangs; the Python stacks:" in first and 'loop.py", line' in first
