@@ -27,7 +27,7 @@ cd ~/gspmd_lm_launch/code
 if ! test -e ~/gspmd_lm_launch/attempt-1/pid; then
   export JAX_COORDINATOR_PORT=8482
   touch ~/gspmd_lm_launch/attempt-1/log
-  setsid nohup bash -c 'trap : TERM; "$@"; echo $? > ~/gspmd_lm_launch/attempt-1/code' run .venv/bin/python main.py train --config=llama3_8b --rules=fsdp_tp --set rules.remat=block --set rules.microbatches=4 --set 'data.source=gs://bucket/data/*.jsonl' --set data.tokenizer=/data/tokenizer.json --workdir=gs://bucket/runs/llama3-8b --compile_cache=gs://bucket/runs/compiled >> ~/gspmd_lm_launch/attempt-1/log 2>&1 < /dev/null &
+  setsid nohup bash -c 'trap : TERM; "$@"; echo $? > ~/gspmd_lm_launch/attempt-1/code' run .venv/bin/python main.py train --config=llama3_8b --rules=fsdp_tp --set rules.remat=block --set rules.microbatches=4 --set 'data.source=gs://bucket/data/*.jsonl' --set data.tokenizer=gs://bucket/data/tokenizer.json --workdir=gs://bucket/runs/llama3-8b --compile_cache=gs://bucket/runs/compiled >> ~/gspmd_lm_launch/attempt-1/log 2>&1 < /dev/null &
   echo $! > ~/gspmd_lm_launch/attempt-1/pid
 fi
 tail --pid="$(cat ~/gspmd_lm_launch/attempt-1/pid)" --sleep-interval=0.2 -n +1 -f ~/gspmd_lm_launch/attempt-1/log

@@ -123,6 +123,10 @@ def ssh():
 if words[0] == "storage":
     if behaviour.get("bucket") == "refused":
         fail("HTTPError 403: does not have storage.objects.create access to the Google Cloud Storage object.")
+    if words[1] == "ls":  # sdk/gcloud/reference/storage/ls
+        if behaviour.get("data") == "missing":
+            fail("One or more URLs matched no objects.")
+        print("" if behaviour.get("data") == "empty" else words[2])
     sys.exit(0)
 if words[3] == "create":
     create()
