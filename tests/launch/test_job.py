@@ -95,7 +95,12 @@ def test_a_bucket_that_may_not_be_written_is_said_before_the_request(file, capsy
 
 
 NOWHERE = {
-    "nothing in the bucket": ({"data": "missing"}, "gs://bucket/data/*.jsonl", "nothing is to be read", "matched no obj"),
+    "nothing in the bucket": (
+        {"data": "missing"},
+        "gs://bucket/data/*.jsonl",
+        "nothing is to be read",
+        "matched no obj",
+    ),
     "an empty folder of a bucket": ({"data": "empty"}, "gs://bucket/data", "nothing is to be read at", "it is empty"),
     "a file of this machine": ({}, "texts/*.txt", "is not on the hosts of a new slice", "gcloud storage cp"),
 }
