@@ -7,8 +7,9 @@ gcloud compute tpus queued-resources create llama3-8b --node-id=llama3-8b --acce
 until test "$(gcloud compute tpus queued-resources describe llama3-8b '--format=value(state.state)' --zone=us-west4-a --quiet)" = ACTIVE; do sleep 30; done
 # Sends the code that stands here, and installs it.
 tar -czf gspmd_lm.tar.gz --exclude=__pycache__ main.py pyproject.toml README.md LICENSE gspmd_lm rules configs
-gcloud compute tpus tpu-vm scp gspmd_lm.tar.gz llama3-8b:gspmd_lm.tar.gz --worker=all --zone=us-west4-a --quiet
-gcloud compute tpus tpu-vm ssh llama3-8b --worker=all --command="$(cat <<'END'
+gcloud compute tpus tpu-vm scp gspmd_lm.tar.gz llama3-8b:gspmd_lm.tar.gz --worker=all --batch-size=all \
+  --zone=us-west4-a --quiet
+gcloud compute tpus tpu-vm ssh llama3-8b --command="$(cat <<'END'
 set -eu
 python3 -m pip install --user --quiet uv
 rm -rf gspmd_lm_launch/code
@@ -19,9 +20,9 @@ cd gspmd_lm_launch/code
 ~/.local/bin/uv pip install --quiet -e '.[tpu,gcs]'
 END
 )" \
-  --zone=us-west4-a --quiet
+  --worker=all --batch-size=all --zone=us-west4-a --quiet
 # Trains. Another start needs another name than attempt-1.
-gcloud compute tpus tpu-vm ssh llama3-8b --worker=all --command="$(cat <<'END'
+gcloud compute tpus tpu-vm ssh llama3-8b --command="$(cat <<'END'
 set -eu
 mkdir -p ~/gspmd_lm_launch/attempt-1
 cd ~/gspmd_lm_launch/code
@@ -35,5 +36,5 @@ tail --pid="$(cat ~/gspmd_lm_launch/attempt-1/pid)" --sleep-interval=0.2 -n +1 -
 echo "gspmd_lm launch: ended with $(cat ~/gspmd_lm_launch/attempt-1/code || echo 137)"
 END
 )" \
-  --zone=us-west4-a --quiet
+  --worker=all --batch-size=all --zone=us-west4-a --quiet
 # The slice costs money until it is given back: gcloud compute tpus queued-resources delete llama3-8b --force --zone=us-west4-a --quiet

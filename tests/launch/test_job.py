@@ -48,7 +48,11 @@ WRONG = {
     "a slice that does not exist": (["--accelerator=v5litepod-17"], "accelerator: v5litepod-17", "v5litepod-16 (4x4)"),
     "a chip that does not exist": (["--accelerator=v5f:4x4"], "accelerator: v5f:4x4: unknown chip"),
     "no TPU": (["--accelerator=h100:8"], "accelerator: h100:8: no TPU"),
-    "several slices of one VM": (["--accelerator=2@v5e:2x2"], "has no 2 slices", "place: gke"),
+    "several slices of one VM": (
+        ["--place=tpu-vm", "--accelerator=2@v5e:2x2"],
+        "has no 2 slices",
+        "place: queued-resource",
+    ),
     "a chip that has no TPU VMs": (["--accelerator=tpu7x:2x2x1"], "has no tpu7x", "place: gke"),
     "a mesh that does not fill the slice": (["--accelerator=v5litepod-16"], "multiply to 8", "devices is 16"),
     "a mesh that does not divide": (["--", "--rules=tp8", "--mesh=tensor=3"], "multiply to 3"),
