@@ -74,7 +74,7 @@ FITTED = (
     Constant("share of peak of int8, Hopper", f"{CHIPS['h100'].int8_share:g}", "measured, likewise: two models"),
     Constant("transpositions of 8 bits, GPU", f"{gpu_fusions.NARROW_TRANSPOSE_SLOWDOWN:g} times", "measured, likewise"),
     Constant("host link, H100 and H200", f"{CHIPS['h100'].host_link_bytes_per_s / 1e9:g} GB/s", "measured, likewise"),
-    Constant("HBM share, GPU", f"{op_time.HBM_SHARE['gpu']:g}; H200 {op_time.HBM_SHARE['h200']:g}",
+    Constant("HBM share, GPU", f"{op_time.HBM_SHARE['gpu']:g}; H200 {CHIPS['h200'].hbm_share:g}",
              "measured, likewise"),
     Constant("a kernel beside its bytes, GPU", f"{op_time.LAUNCH_S['gpu'] * 1e6:g} us", "measured, likewise"),
     Constant("a loop that the host decides on, GPU", f"{op_time.HOST_DECISION_S * 1e6:g} us each time",

@@ -118,20 +118,30 @@ def appearing(folder: Path) -> Iterator[Path]:
         os.replace(partial, folder)
 
 
-def replace_json(path: Path, value: Any) -> None:
+def replace_json(path: Path | epath.Path, value: Any) -> None:
     """Writes a JSON value with its sha256 in one move. `read_json` reads it."""
-    text = json.dumps(value)
-    replace(path, json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "value": text}))
+    replace(path, with_sum(value))
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path | epath.Path) -> Any:
     """The value that `replace_json` wrote. Raises InputError if the file is damaged or was written by other code."""
-    raw = json_object(path.read_bytes(), path)
+    return checked_value(path.read_bytes(), path)
+
+
+def with_sum(value: Any) -> str:
+    """A JSON value with its sha256, for `checked_value`."""
+    text = json.dumps(value)
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "value": text})
+
+
+def checked_value(content: bytes, place: object) -> Any:
+    """The value that `with_sum` gave its content. Raises an InputError that begins with `place` if it is damaged."""
+    raw = json_object(content, place)
     if not isinstance(raw.get("value"), str):
-        raise InputError(f"{path}: not a file of this package, or damaged")
+        raise InputError(f"{place}: not a file of this package, or damaged")
     if raw.get("sha256") != hashlib.sha256(raw["value"].encode(errors="replace")).hexdigest():
-        raise InputError(f"{path}: its sha256 has changed")
-    return json_value(raw["value"], path)
+        raise InputError(f"{place}: its sha256 has changed")
+    return json_value(raw["value"], place)
 
 
 def seal(folder: epath.PathLike, names: Sequence[str]) -> None:

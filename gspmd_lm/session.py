@@ -68,6 +68,7 @@ class Session:
     devices: list[Any]
     console: Console
     workdir: epath.Path | None
+    chip_file: str = ""  # which describes the chip of the devices; "": the table of chips does
 
     def say(self, message: str) -> None:
         if self.machine.is_main:
@@ -82,15 +83,16 @@ def begin(
     stderr: bool = False,
     flags: Mapping[str, Any] = types.MappingProxyType({}),
     devices: list[Any] | None = None,
+    chip_file: str = "",
 ) -> Session:
     """The session of a process whose devices are started. stderr: messages go there, because stdout has results.
 
     Raises InputError if other processes of the run were given something else. flags: of the command line. devices:
-    stand-ins where nothing is to run; None: those that `rules` take.
+    stand-ins where nothing is to run; None: those that `rules` take. chip_file: the description of their chip.
     """
     devices = startup.devices_of(rules.devices) if devices is None else devices
     folder, console = layout.workdir_path(workdir) if workdir else None, terminal.console(240, stderr)
-    session = Session(config, rules.fill(len(devices)), machine, devices, console, folder)
+    session = Session(config, rules.fill(len(devices)), machine, devices, console, folder, chip_file)
     crossing = mesh.cross_slices(session.rules, mesh.count_slices(devices), session.say)
     session = dataclasses.replace(session, rules=crossing)
     if processes.several():
@@ -329,7 +331,7 @@ def open_run(
                 machine,
                 session.say,
                 compile_caches.enable(compile_cache),
-                report_step=_report_step(built, warnings) if writes else None,
+                report_step=_report_step(built, warnings, session.chip_file) if writes else None,
                 executable=executable,
             ),
             open_rows=rows or functools.partial(_open_rows, session, workdir),
@@ -389,11 +391,11 @@ def _fresh_workdir(name: str) -> epath.Path:
     return next(path for path in candidates if not path.exists())
 
 
-def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
+def _report_step(built: Step, problems: Sequence[Problem], chip_file: str) -> ReportStep:
     """A function that says what a compiled step costs here. It raises InputError if the step does not fit."""
 
     def report_step(compiled: Any, traced: Any, options: Mapping[str, Any], compile_s: float) -> PreRunReport:
-        devices = target.from_devices(list(built.mesh.devices.flat))
+        devices = target.from_devices(list(built.mesh.devices.flat), chip_file)
         reading = read_train(built, traced)
         program = compile.describe_compiled(built, compiled, reading, options, devices, compile_s)
         report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)

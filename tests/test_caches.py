@@ -8,6 +8,7 @@ import stat
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gspmd_lm import files
@@ -104,7 +105,7 @@ def test_tokens_and_tokenizers(shared, tmp_path, mode):
 
     def both():
         tokenizer = load_tokenizer(str(tokenizer_of_source(source, 300)))
-        return cache.open_cache(source, tokenizer, 0.0).train[0].stream.tolist()
+        return np.asarray(cache.open_cache(source, tokenizer, 0.0).train[0].stream).tolist()
 
     first = both()
     for name in ("data", "tokenizers"):
@@ -121,14 +122,16 @@ def test_a_build_of_another_user_is_not_gone_on_with(shared, tmp_path):
     (tmp_path / "a.txt").write_text("words\n" * 20)
     source, tokenizer = sources.open_source(Data(source=str(tmp_path / "a.txt"))), load_tokenizer("bytes")
     first = cache.open_cache(source, tokenizer, 0.0)
-    wanted = first.train[0].stream.tolist()
-    (first.folder / "train.tokens").write_bytes(b"")
-    first.folder.with_suffix(".partial").mkdir()
+    wanted = np.asarray(first.train[0].stream).tolist()
+    (folder,) = cache_folder("data").iterdir()
+    (folder / "train-00000.npy").write_bytes(b"")
     for entry in cache_folder("data").iterdir():
         shared(entry, 0o644)
     with without_rights_of_root():
         found = cache.open_cache(source, tokenizer, 0.0)
-    assert found.folder.name == f"{first.folder.name}.0" and found.train[0].stream.tolist() == wanted
+    assert np.asarray(found.train[0].stream).tolist() == wanted
+    assert {path.name for path in cache_folder("data").iterdir()} == {folder.name, f"{folder.name}.0"}
+    assert (folder / "train-00000.npy").read_bytes() == b""
 
 
 def test_compiled_steps_of_a_run(shared, monkeypatch):

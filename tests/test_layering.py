@@ -27,7 +27,8 @@ LONGEST = 500  # lines of a file
 FLOORS = (
     "errors units versions",
     "files",
-    "hardware config",
+    "config",
+    "hardware",
     "runtime",
     "sharding workdir",
     "model data",

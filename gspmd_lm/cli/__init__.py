@@ -27,12 +27,16 @@ from gspmd_lm.cli.launch import LAUNCH
 from gspmd_lm.cli.logs import LOGS
 from gspmd_lm.cli.plan import PLAN
 from gspmd_lm.cli.plot import PLOT
+from gspmd_lm.cli.tokenize import TOKENIZE
 from gspmd_lm.cli.train import TRAIN
 from gspmd_lm.cli.verb import HELP, MACHINE, Verb
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, exit_code, printable
 from gspmd_lm.runtime import endings
 
-_VERBS = (TRAIN, LAUNCH, LOGS, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, EXPLORE, PLOT, KEYS, COMPLETION)
+_VERBS = (
+    *(TRAIN, TOKENIZE, LAUNCH, LOGS, EVAL, GENERATE, CONVERT),
+    *(EXPLAIN, COMPARE, PLAN, EXPLORE, PLOT, KEYS, COMPLETION),
+)
 VERBS = {verb.name: verb for verb in _VERBS}
 
 

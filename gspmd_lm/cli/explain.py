@@ -80,6 +80,8 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
         others = " (or cpu:8, h100:8)" if target else ""
         command = shlex.join([verb, *names, *example, *given, *target])
         raise InputError(f"{verb} needs {lacking}\n  fix   {command}{others}")
+    if values.chip:
+        values.target = targets.with_chip(values.target, values.chip)
     targets.parse(values.target)  # what is wrong with it is told before jax is imported
     capacity.read_assumptions(values.assume)
     capacity.read_prices(values.price)

@@ -37,6 +37,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     from gspmd_lm import api
     from gspmd_lm.cli import inputs
     from gspmd_lm.explore import opening
+    from gspmd_lm.hardware import target as targets
 
     if values.program and (values["config"].present or values.set):
         raise InputError(f"--program={values.program}: says itself what is computed\n  fix   drop --config and --set")
@@ -45,7 +46,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     workbench = opening.make_workbench(
         api.load_config,
         values.rules or (None if values.program else "fsdp_tp"),
-        values.target,
+        targets.with_chip(values.target, values.chip) if values.chip else values.target,
         "" if values.program else values.config,
         inputs.config_sets(values),
         program=values.program,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.workdir import layout
 
 if TYPE_CHECKING:
+    from gspmd_lm.runtime.startup import Runtime
     from gspmd_lm.session import ReadWeights, Session
 
 _RULES_ALONE = {*rules_file.SECTIONS} - {"rules", "optimizer", "context"}  # what no config has a key of
@@ -124,21 +125,29 @@ def on_the_cpu() -> None:
 
 
 def begin(
-    values: flags.FlagValues, config: Config, rules: Rules, stderr: bool = False, keep_memory: bool = True
+    values: flags.FlagValues,
+    config: Config,
+    rules: Rules,
+    stderr: bool = False,
+    keep_memory: bool = True,
+    settle: "Callable[[Config, Rules, Runtime, int], tuple[Config, Rules]] | None" = None,
 ) -> "Session":
     """The session of a command, with jax started on the devices that the flags and the rules ask for.
 
     stderr: messages go there, because stdout is for results. keep_memory: see `startup.start`. For a dry run, one
-    simulated device stands for all of them: to start thousands takes minutes, and nothing runs on them.
+    simulated device stands for all of them: to start thousands takes minutes, and nothing runs on them. settle: gives
+    other config and rules, which fit the devices that were started; with it, --devices says how many to simulate.
     """
     log_to_stderr()
     from gspmd_lm import session
     from gspmd_lm.runtime import processes, startup
 
     wanted = rules.devices if rules.devices > 0 else values.devices
+    if settle and values["devices"].present and rules.devices != 1:
+        wanted = values.devices
     if wanted > MOST_DEVICES:
         raise InputError(f"--devices={wanted}: there are no more than {MOST_DEVICES:,} devices\n  fix   --devices=8")
-    counted = getattr(values, "dry_run", False) and values.rules != PLAN and not values.num_processes
+    counted = getattr(values, "dry_run", False) and values.rules != PLAN and not settle and not values.num_processes
     machine = startup.start(
         platform=values.platform,
         simulated_devices=1 if counted and wanted > 0 else max(1, wanted // (values.num_processes or 1)),
@@ -151,6 +160,8 @@ def begin(
     if values.rules == PLAN:  # the first process plans, and all processes take what it found
         path, text = processes.from_first(_plan_rules(values, config) if machine.is_main else None)
         rules = dataclasses.replace(rules_file.from_dict(core_yaml.parse(text, path), path), text=text)
+    elif settle:
+        config, rules = settle(config, rules, machine, wanted)
     excluded = (
         "coordinator",
         "num_processes",
@@ -165,7 +176,8 @@ def begin(
     given = {name: values[name].value for name in values if name not in excluded}
     counted &= machine.platform == "cpu" and machine.process_count == 1
     devices = startup.devices_of(1) * wanted if counted else None
-    return session.begin(config, rules, machine, values.workdir, stderr, given, devices)
+    chip_file = getattr(values, "chip", None) or ""
+    return session.begin(config, rules, machine, values.workdir, stderr, given, devices, chip_file)
 
 
 def _plan_rules(values: flags.FlagValues, config: Config) -> tuple[str, str]:
@@ -180,7 +192,7 @@ def _plan_rules(values: flags.FlagValues, config: Config) -> tuple[str, str]:
     from gspmd_lm.hardware import target as targets
     from gspmd_lm.plan import candidate, search
 
-    target = targets.from_devices(jax.devices())
+    target = targets.from_devices(jax.devices(), values.chip or "")
     sets = [f"--set={one}" for one in values.set]
     command = outputs.command_line(
         ["plan", f"--config={values.config or config.name}", f"--target={target.text}", *sets]

@@ -16,18 +16,8 @@ if TYPE_CHECKING:
 
 
 def _define(flags: Flags) -> None:
-    run = (
-        "place",
-        "workdir",
-        "train",
-        "name",
-        "max_retries",
-        "max_hours",
-        "max_usd",
-        "usd_per_hour",
-        "assume",
-        "autodelete",
-    )
+    budget = ("max_retries", "max_hours", "max_usd", "usd_per_hour", "assume", "autodelete")
+    run = ("place", "workdir", "train", "name", "elastic", *budget)
     for name, field in KEYS.items():
         flags.group(RUN if name in run else RESULTS if name == "logs" else MACHINE)
         if isinstance(field.default, bool):
@@ -84,6 +74,12 @@ def _check(job: Job) -> "tuple[float, Config]":
 
     price, target = checks.price(job), job.target
     if target and values.rules != inputs.PLAN:
+        if values.elastic:
+            from gspmd_lm.plan import elastic
+
+            rules, config, change = elastic.adapt(config, rules, target.devices, target, outputs.say)
+            if change:
+                outputs.say(f"--elastic: {change}")
         for note in checks.check_layout(config, rules, target, job):
             outputs.say(note)
     return price, config

@@ -68,6 +68,8 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     config = inputs.read_config(values)
     if not values.target:
         raise InputError(f"plan needs --target\n  fix   {_EXAMPLE}")
+    if values.chip:
+        values.target = targets.with_chip(values.target, values.chip)
     places = [targets.parse(text) for text in values.target.split(",")]
     cases = [(place, one) for place in places for one in _batches(config, values.batch)]
     prices, assumed = capacity.read_prices(values.price), capacity.read_assumptions(values.assume)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from gspmd_lm.cli import outputs
-from gspmd_lm.cli.verb import Flags, Verb, on_devices
+from gspmd_lm.cli.verb import Flags, Verb, on_chip, on_devices
 from gspmd_lm.errors import STOPPED, InputError
 from gspmd_lm.runtime import endings
 from gspmd_lm.runtime.quiet import import_jax
+from gspmd_lm.sharding.problems import ShardingError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +29,11 @@ def _define(flags: Flags) -> None:
     flags.whole(
         "steps", None, "The step to stop at. The default is train.steps, which also is the length of the schedule.", 1
     )
+    flags.yes_no(
+        "elastic",
+        "Go on with as many devices as there are, more or fewer than before: other rules are chosen if those of the "
+        "run do not fit. Batches and losses stay the same. --devices then says how many to simulate.",
+    )
     flags.yes_no("dry_run", "Print every array and its bytes per device, then stop.")
     flags.text("html", None, "With --dry_run: write a page with pictures of the mesh and of all arrays to this file.")
     flags.text(
@@ -38,6 +44,7 @@ def _define(flags: Flags) -> None:
     )
     flags.text("executable", None, "Run the train step that explain --export compiled, instead of compiling it here.")
     flags.yes_no("trust", "Accept an --executable that was exported elsewhere. It can run any code as you.")
+    on_chip(flags)
     flags.text("profile", None, "START:STOP: write a trace of these steps into the workdir.")
     flags.text(
         "train_tokenizer",
@@ -54,7 +61,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
 
 def _run(values: flags.FlagValues) -> int:
-    from gspmd_lm.cli import inputs
+    from gspmd_lm.cli import elastic, inputs
 
     began = time.monotonic()
     for name in ("html", "show"):
@@ -64,15 +71,20 @@ def _run(values: flags.FlagValues) -> int:
             )
     outputs.check_writable((values.html,))
     # What is wrong with a file is told before jax is imported, which takes a second.
-    rules, config = inputs.read_rules(values), inputs.read_config(values)
+    restart = elastic.Restart(values) if values.elastic else None
+    rules = restart.read_rules() if restart else inputs.read_rules(values)
+    config = inputs.read_config(values)
     import_jax()
     from gspmd_lm import session
     from gspmd_lm.runtime import processes
     from gspmd_lm.workdir import layout, wall_time
 
     profile = _profile(values.profile)
-    begun = inputs.begin(values, config, rules)
-    built, warnings = session.build_step(begun)
+    begun = inputs.begin(values, config, rules, settle=restart and restart.settle)
+    try:
+        built, warnings = session.build_step(begun)
+    except ShardingError as error:
+        raise elastic.explain_refusal(error, begun) from error
     if values.dry_run:
         if begun.machine.is_main:
             _show_dry_run(values, begun, built, warnings)
@@ -82,6 +94,8 @@ def _run(values: flags.FlagValues) -> int:
     executable = _executable(values, built) if values.executable else None
     with session.open_run(begun, built, warnings, True, values.compile_cache, profile, executable) as run:
         run.wall_time = wall_time.WallTime(began)
+        if restart:
+            restart.keep(run.workdir)
         processes.last_words(str(run.workdir), str(run.workdir / layout.CHECKPOINTS))
         session.train_to(run, values.steps, values.step)
         return STOPPED if run.has_work_left else 0
@@ -105,7 +119,7 @@ def _executable(values: flags.FlagValues, built: "Step") -> Any:
     from gspmd_lm.hardware import target
 
     devices = list(built.mesh.devices.flat)
-    place = target.from_devices(devices)
+    place = target.from_devices(devices, values.chip or "")
     wanted = compile.CompileRequest(built.config, built.rules, place, export=True)
     versions = compile.compilers(place)
     return exported.load(Path(values.executable), wanted.key(), wanted.name, versions, values.trust, devices)

@@ -68,6 +68,17 @@ def on_target(flags: Flags) -> None:
         "The config: a path, a name in configs/, or the folder or config.json of a published "
         "model. It says what is computed.",
     )
+    on_chip(flags)
+
+
+def on_chip(flags: Flags) -> None:
+    """Defines the file of a chip that the table of chips lacks, or that was measured."""
+    flags.text(
+        "chip",
+        None,
+        "A YAML file that describes the chip of the devices, as calibrate writes it (docs/foresight.md). "
+        "With --target, the target names that chip.",
+    )
 
 
 def overrides(flags: Flags, mesh: bool = True) -> None:

@@ -76,6 +76,9 @@ class Data:
     # stream: rows are cut from one text, and attention crosses documents.
     packing: Literal["documents", "stream"] = "documents"
     batch: Size = 32  # sequences per step, over all devices
+    # Rows per step, with those that no source gives and that have no targets. They fill devices that do not divide
+    # batch. 0 means batch.
+    padded_batch: Count = 0
     seq: Size = 256  # tokens per sequence
     # Tokens per source that model.encoder reads; 0 means seq. With model.frames or
     # model.vision: rows per sound or image; 0 means as many as one has.
@@ -98,8 +101,16 @@ class Data:
         if "" in fields and len(fields) > 1:
             wrong.append("source: some entries have a messages_field and others have none: texts and conversations "
                          "do not mix")  # fmt: skip
+        if 0 < self.padded_batch < self.batch:
+            wrong.append(f"padded_batch={self.padded_batch} is smaller than batch={self.batch}: set padded_batch to 0, "
+                         "or to as many or more")  # fmt: skip
         if wrong:
             raise ValueError("\n".join(wrong))
+
+    @property
+    def rows(self) -> int:
+        """Rows per step over all devices, those without targets included."""
+        return self.padded_batch or self.batch
 
     @property
     def sources(self) -> tuple[Source, ...]:

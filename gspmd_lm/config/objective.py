@@ -91,6 +91,9 @@ def problems(config: Any, wanted: Objective | None) -> list[str]:
             data.held_out == 0 and (config.train.keeps_best or config.train.samples),
         "model.memory_width belongs to vision.queries, which sets it": model.memory_width,
         "model.frames needs model.encoder, which reads them": model.frames and not model.encoder,
+        "data.padded_batch adds rows whose tokens count among the loads of experts, which model.experts.balance: "
+        f"{model.experts and model.experts.balance} takes from the whole batch: set data.padded_batch to 0, or balance "
+        "to row": model.experts and model.experts.balance in ("batch", "bias", "bias_row") and data.padded_batch,
         f"model.row_multiple={model.row_multiple} needs model.windows, or model.vision and model.encoder":
             model.row_multiple > 1 and not model.windows and not (model.vision and model.encoder),
     }  # fmt: skip

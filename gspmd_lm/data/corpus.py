@@ -43,8 +43,16 @@ class FileNotes:
         return "\n".join(f"{what}: {list_names(paths)}" for what, paths in self.files.items())
 
 
-def files(names: Sequence[str], place: str, notes: FileNotes, progress: Progress | None = None) -> list[Path]:
+def files(
+    names: Sequence[str],
+    place: str,
+    notes: FileNotes,
+    progress: Progress | None = None,
+    uncopied: dict[Path, remote.RemoteFile] | None = None,
+) -> list[Path]:
     """The files of known formats that the names stand for, each once, in a fixed order. `notes` is told the others.
+
+    uncopied: takes the files at addresses by the paths of their copies, which are not made. Without it, they are.
 
     A name is a folder, a file, a glob, an address, or stdlib. A name that matches nothing may be several with spaces
     between them. Raises an InputError that begins with `place` if a name matches nothing or cannot be listed, or if a
@@ -57,6 +65,10 @@ def files(names: Sequence[str], place: str, notes: FileNotes, progress: Progress
                 paths.update(dict.fromkeys(_standard_library(place)))
             elif one == STDLIB_PAIRS:
                 paths[_pairs_of_standard_library(place, progress)] = None
+            elif "://" in one and uncopied is not None:
+                found = {file.copy: file for file in remote.listing(one, place, notes.skip)}
+                uncopied.update(found)
+                paths.update(dict.fromkeys(found))
             elif "://" in one:
                 paths.update(dict.fromkeys(remote.copies(one, place, notes.skip, progress)))
             else:

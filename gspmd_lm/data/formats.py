@@ -19,14 +19,15 @@ class Format(NamedTuple):
     """How a file is read: as texts, or as records one of whose fields is the text."""
 
     name: str  # part of the fingerprint of a source
-    texts: Callable[[Path], Iterator[bytes]] | None = None
-    records: Callable[[Path, Sequence[str]], Iterator[readers.Row]] | None = None
+    texts: Callable[..., Iterator[bytes]] | None = None  # of a path
+    records: Callable[..., Iterator[readers.Row]] | None = None  # of a path and the columns that are looked for
     table: bool = False  # a file with columns, which is not read as a stream
     compressible: bool = True
+    parted: bool = False  # its readers take a span of a file that is not compressed
 
 
-_PLAIN = Format("_text in one", texts=readers.plain_text)
-_LINES = Format("_jsonl", records=readers.json_lines)
+_PLAIN = Format("_text in one", texts=readers.plain_text, parted=True)
+_LINES = Format("_jsonl", records=readers.json_lines, parted=True)
 _CSV = Format("csv", records=readers.csv_rows)
 _HTML = Format("html", texts=readers.html_text)
 _ARRAY_RECORD = Format("_array_record", texts=readers.array_records, compressible=False)
@@ -63,14 +64,27 @@ def format_of(path: Path) -> Format | None:
     return inner if inner and inner.compressible else None
 
 
-def texts(path: Path, field: str) -> Iterator[bytes]:
-    """The documents of a file that are not empty. In a file of records, `field` holds the text.
+Span = tuple[int, int]
+
+
+def spans(path: Path, start: bytes, size_bytes: int, most_bytes: int) -> list[Span | None]:
+    """The spans in which a file that begins with `start` is read, so that several processes can; [None] for a whole
+    one.
+    """
+    kind, is_compressed = format_of(path), path.suffix.lower() in readers.COMPRESSED
+    if size_bytes <= most_bytes or not (kind and kind.parted) or is_compressed or start.startswith(readers.UTF16):
+        return [None]
+    return [(at, min(at + most_bytes, size_bytes)) for at in range(0, size_bytes, most_bytes)]
+
+
+def texts(path: Path, field: str, span: Span | None = None) -> Iterator[bytes]:
+    """The documents of a file, or of a span of it, that are not empty. In a file of records, `field` holds the text.
 
     Raises an InputError that names the file, and the line if there is one, for a document that cannot be read.
     """
     empty = 0
     with _reading(path):
-        for text in _every_text(path, field):
+        for text in _every_text(path, field, *filter(None, [span])):
             empty += not text
             if text:
                 yield text
@@ -78,15 +92,15 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
         _say_once(f"{path}: {empty:,} text{'s are' if empty > 1 else ' is'} null or empty, and skipped")
 
 
-def _every_text(path: Path, field: str) -> Iterator[bytes]:
+def _every_text(path: Path, field: str, *span: Span) -> Iterator[bytes]:
     kind = format_of(path)
     assert kind
     if kind.texts:
-        return kind.texts(path)
+        return kind.texts(path, *span)
     if kind.table:
         return readers.table_texts(path, field)
     assert kind.records
-    return (_field(place, record, field) for place, record in kind.records(path, [field]))
+    return (_field(place, record, field) for place, record in kind.records(path, [field], *span))
 
 
 @functools.cache
@@ -99,15 +113,15 @@ def whole(path: Path, field: str) -> bytes:
     return (b"" if format_of(path) == _PLAIN else b"\n").join(texts(path, field))
 
 
-def records(path: Path, columns: Sequence[str] = ()) -> Iterator[readers.Row]:
-    """The records of a file, each with its place. Raises InputError as `texts` does.
+def records(path: Path, columns: Sequence[str] = (), span: Span | None = None) -> Iterator[readers.Row]:
+    """The records of a file, or of a span of it, each with its place. Raises InputError as `texts` does.
 
     columns: those that are looked for; records may have others.
     """
     kind = format_of(path)
     assert kind and kind.records
     with _reading(path):
-        yield from kind.records(path, columns)
+        yield from kind.records(path, columns, *filter(None, [span]))
 
 
 def oddity(path: Path) -> str:

@@ -16,6 +16,7 @@ from gspmd_lm.config.data import MOST_OF_SEVERAL
 from gspmd_lm.config.paths import cache_folder, readable_entry, unwritable
 from gspmd_lm.data.encodings import encode_texts
 from gspmd_lm.data.packing import LAST
+from gspmd_lm.data.shards import Stream
 from gspmd_lm.data.sources import DocumentSource, Progress
 from gspmd_lm.data.tokenizer import NO_CHARACTER, Tokenizer
 from gspmd_lm.errors import InputError, did_you_mean
@@ -205,18 +206,13 @@ def check_class(label: str | float, classes: Sequence[str], place: str) -> None:
 class LabelledRows:
     """Rows of `seq` tokens; each holds one record, with padding after it."""
 
-    stream: np.ndarray  # uint32 [words], usually memory-mapped
+    stream: Stream  # of uint32 words
     seq: int
     numbers: bool  # whether labels are numbers, not classes
     starts: np.ndarray  # [rows + 1]; the last one is the length of the stream
 
     def __len__(self) -> int:
         return len(self.starts) - 1
-
-    @property
-    def cut(self) -> int:
-        """The number of records that were cut."""
-        return count_cut(self.stream, self.starts)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """int32 tokens, token_types, segment_ids and positions [len(indices), seq], and labels [len(indices)].
@@ -227,31 +223,21 @@ class LabelledRows:
         """
         fields = {name: np.zeros((len(indices), self.seq), np.int32) for name in _INT_FIELDS}
         words = np.full(len(indices), 0 if self.numbers else 0xFFFFFFFF, np.uint32)
-        for i, index in enumerate(indices):
-            if index >= 0:
-                record = self.stream[self.starts[index] : self.starts[index + 1]]
-                words[i] = record[0] << 16 | record[1]
-                marked, count = record[LABEL_WORDS:], len(record) - LABEL_WORDS
-                fields["tokens"][i, :count] = marked & (SECOND - 1)
-                fields["token_types"][i, :count] = (marked & SECOND) > 0
-                fields["segment_ids"][i, :count] = 1
-                fields["positions"][i, :count] = np.arange(count)
+        filled = [i for i, index in enumerate(indices) if index >= 0]
+        spans = [(int(self.starts[indices[i]]), int(self.starts[indices[i] + 1])) for i in filled]
+        for i, record in zip(filled, self.stream.read(spans), strict=True):
+            words[i] = record[0] << 16 | record[1]
+            marked, count = record[LABEL_WORDS:], len(record) - LABEL_WORDS
+            fields["tokens"][i, :count] = marked & (SECOND - 1)
+            fields["token_types"][i, :count] = (marked & SECOND) > 0
+            fields["segment_ids"][i, :count] = 1
+            fields["positions"][i, :count] = np.arange(count)
         return {**fields, "labels": words.view(np.float32 if self.numbers else np.int32)}
 
 
-def rows(stream: np.ndarray, seq: int, numbers: bool) -> LabelledRows:
+def rows(stream: Stream, seq: int, numbers: bool) -> LabelledRows:
     """The rows of the tokens of records."""
-    return LabelledRows(stream, seq, numbers, record_starts(stream))
-
-
-def record_starts(stream: np.ndarray) -> np.ndarray:
-    """Where records begin in a stream in which LAST ends each, [records + 1]; the last one is its length."""
-    return np.concatenate([[0], 1 + np.flatnonzero(stream >= LAST)])
-
-
-def count_cut(stream: np.ndarray, starts: np.ndarray) -> int:
-    """The number of records that were cut."""
-    return int(np.count_nonzero(stream[starts[1:] - 1] & CUT))
+    return LabelledRows(stream, seq, numbers, np.concatenate([[0], np.cumsum(stream.record_sizes()[:, 0])]))
 
 
 def text_of(record: Mapping[str, Any], name: str, place: str) -> str:

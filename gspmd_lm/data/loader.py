@@ -15,12 +15,14 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, labelled, media, objects, packing, pairs, sources, tokenizer, trained
+from gspmd_lm.data import cache, chat, encoders, labelled, media, objects, packing, pairs, sources, tokenizer
+from gspmd_lm.data.tokens import TokenSplit, find_folders, open_tokens
 from gspmd_lm.errors import InputError
 
 Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | media.Rows
 MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
+_FAR_READS = 8  # batches read from a bucket at once, since each waits for the store
 # Of each BLOCK consecutive rows, a part with a weight gets its share exactly, in a random order.
 BLOCK = 10_000
 
@@ -45,6 +47,7 @@ class Loader:
     tokenizer: Path | None = None  # the tokenizer.json that was trained on the source
     classes: tuple[str, ...] = ()  # the labels of labelled texts; the place of one is its number in `labels`
     token_masks: packing.Masks | None = None  # they are put among the tokens of rows
+    padded_batch: int = 0  # rows of a batch with those of padding that follow the others in each; 0 means batch
 
     @property
     def epochs_per_step(self) -> float:
@@ -58,18 +61,17 @@ class Loader:
 
     def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """The source rows of the rows `batch_rows` of a step's batch; -1 for padding."""
-        if self.shares:
-            return np.asarray([self._row_of_mixture(step * self.batch + int(row)) for row in batch_rows], np.int64)
+        place = self._row_of_mixture if self.shares else self._row_of_epochs
+        numbers = [step * self.batch + row if row < self.batch else None for row in map(int, batch_rows)]
+        return np.asarray([-1 if number is None else place(number) for number in numbers], np.int64)
+
+    def _row_of_epochs(self, number: int) -> int:
+        """The source row that is row `number` of the endless sequence of epochs; -1 after the only one."""
         count = len(self.rows)
-        indices = []
-        for row in batch_rows:
-            epoch, i = divmod(step * self.batch + int(row), count)
-            if epoch and not self.repeat:
-                indices.append(-1)
-            else:
-                seed = _epoch_seed(self.seed, epoch)
-                indices.append(index_shuffle(i, max_index=count - 1, seed=seed, rounds=4))
-        return np.asarray(indices, np.int64)
+        epoch, i = divmod(number, count)
+        if epoch and not self.repeat:
+            return -1
+        return index_shuffle(i, max_index=count - 1, seed=_epoch_seed(self.seed, epoch), rounds=4)
 
     def _row_of_mixture(self, number: int) -> int:
         """The source row that is row `number` of the endless sequence that is drawn from several parts."""
@@ -90,7 +92,7 @@ class Loader:
 
         `row` is the row's number in the global batch.
         """
-        numbers = np.arange(self.batch, dtype=np.int32)[batch_rows]
+        numbers = np.arange(self.padded_batch or self.batch, dtype=np.int32)[batch_rows]
         arrays = self.rows.read(self.indices_at(step, numbers))
         if self.token_masks:
             arrays = self.token_masks.put(arrays, step * self.batch + numbers.astype(np.int64))
@@ -106,7 +108,8 @@ class Loader:
         early must close the generator. An error in the thread is raised here.
         """
         empty = self.rows_at(0, slice(0))
-        shapes = {name: (self.batch, *empty[name].shape[1:]) for name in shardings}
+        rows = self.padded_batch or self.batch
+        shapes = {name: (rows, *empty[name].shape[1:]) for name in shardings}
         local_rows = _local_rows(shardings, shapes)
         stop = sys.maxsize if stop_step is None else stop_step
         if not self.repeat:
@@ -116,15 +119,20 @@ class Loader:
             parts = {name: functools.partial(_part, local[name], local_rows) for name in shardings}
             return {name: jax.make_array_from_callback(shapes[name], shardings[name], parts[name]) for name in parts}
 
-        return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place)
+        parts = self.rows.parts if isinstance(self.rows, packing.Joined) else [self.rows]
+        is_far = any(not isinstance(part, media.Rows) and part.stream.is_far for part in parts)
+        reads = _FAR_READS if is_far else 1
+        return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place, reads)
 
 
 def ahead(
-    start: int, stop: int, read: Callable[[int], Any], place: Callable[[Any], dict[str, jax.Array]]
+    start: int, stop: int, read: Callable[[int], Any], place: Callable[[Any], dict[str, jax.Array]], reads: int = 1
 ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
-    """Pairs of a step and its arrays. A thread reads ahead; `place` brings what was read to the devices."""
+    """Pairs of a step and its arrays. So many threads as `reads` says read ahead, each a batch. `place` brings what was
+    read to the devices.
+    """
     steps = grain.MapDataset.range(start, max(start, stop)).map(lambda step: (step, read(step)))
-    reads = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)))
+    reads = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=reads, prefetch_buffer_size=max(reads, _AHEAD))))
     try:
         for step, found in reads:
             yield step, place(found)
@@ -151,35 +159,43 @@ def open_loaders(
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
-    source, tokens, made = _source(config, progress, masked, known)
+    folders, made = find_folders(data), None
+    if folders:
+        tokens = encoders.open_encoder(config)
+        opened = open_tokens(data, folders, tokens)
+        if isinstance(tokens, labelled.Labelled):
+            tokens.classes = opened.classes
+            encoders.check_classes(config, tokens)
+    else:
+        source, tokens, made = encoders.open_source(config, progress, known)
+        opened = cache.open_cache(source, tokens, data.held_out_share, progress)
     all_masks = None
     if masked and isinstance(tokens, tokenizer.Tokenizer):
         mask = tokens.mask if config.objective == "masked" else None
         all_masks = packing.Masks(mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
-    cached = cache.open_cache(source, tokens, data.held_out_share, progress)
-    lost = cached.replaced_bytes
+    lost = opened.replaced_bytes
     replaced = f", {lost:,} bytes or characters that no token stands for" if lost else ""
-    if cached.spelled_ends and isinstance(tokens, tokenizer.Tokenizer):
-        replaced += f", {cached.spelled_ends:,} ends of texts spelled {tokens.spelled_end.decode()}"
-    origin = f"{source.description}{replaced}"
+    if opened.spelled_ends and isinstance(tokens, tokenizer.Tokenizer):
+        replaced += f", {opened.spelled_ends:,} ends of texts spelled {tokens.spelled_end.decode()}"
+    if opened.spelled_texts and isinstance(tokens, tokenizer.Tokenizer):
+        replaced += f", {tokenizer.about_spelled_ends(tokens, opened.spelled_texts)}"
+    origin = f"{opened.description}{replaced}"
 
-    def rows_of(split: cache.CachedSplit, training: bool, place: str) -> tuple[Rows, int]:
+    def rows_of(split: TokenSplit, training: bool, place: str) -> tuple[Rows, int]:
         """The rows of a split, and how many of its conversations, labelled texts or pairs were cut."""
         cut = 0
         if isinstance(tokens, chat.Chat):
             rows, cut = packing.conversations(split.stream, data.seq)
         elif isinstance(tokens, labelled.Labelled):
-            rows = labelled.rows(split.stream, data.seq, numbers=data.label_kind == "number")
-            cut = rows.cut
+            rows, cut = labelled.rows(split.stream, data.seq, numbers=data.label_kind == "number"), split.cut
         elif isinstance(tokens, pairs.Pairs):
-            rows = pairs.rows(split.stream, config)
-            cut = rows.cut
+            rows, cut = pairs.rows(split.stream, config), split.cut
         elif data.packing == "stream":
             rows = packing.text(split.stream, data.seq)
         else:
             rows = packing.documents(split.stream, data.seq, tokens.end, tokens.before[-1:] == (tokens.end,))
         # Records and held-out documents may fill less than a row. A text for training may not.
-        if not len(rows) or (training and not source.of_record and len(split.stream) <= data.seq):
+        if not len(rows) or (training and isinstance(tokens, tokenizer.Tokenizer) and len(split.stream) <= data.seq):
             use, other = (
                 ("training", "") if training else ("evaluation", ", or change data.held_out (0 holds none out)")
             )
@@ -189,12 +205,12 @@ def open_loaders(
             )
         return rows, cut
 
-    def loader_of(use: str, splits: Sequence[cache.CachedSplit], parts: Sequence[sources.SourcePart]) -> Loader:
+    def loader_of(use: str, splits: Sequence[TokenSplit]) -> Loader:
         training = use == "training"
         seed = data.seed if training else 0
-        key = "data.source" if training or not source.held_out else "data.held_out"
-        counted = [rows_of(split, training, f"{key}: {part.name}") for split, part in zip(splits, parts, strict=True)]
-        shares = _shares(parts) if len(parts) > 1 else ()
+        key = "data.source" if training or not opened.has_own_held_out else "data.held_out"
+        counted = [rows_of(split, training, f"{key}: {split.name}") for split in splits]
+        shares = _shares(splits) if len(splits) > 1 else ()
         rows = packing.Joined([rows for rows, _ in counted]) if shares else counted[0][0]
         cut, size = sum(one[1] for one in counted), sum(len(split.stream) for split in splits)
         targets = size - sum(split.ends for split in splits)
@@ -212,23 +228,24 @@ def open_loaders(
         else:
             about += f"{size:,} tokens" + f", {data.masked_share:.4g} of them {config.objective}" * masked
         lines = [f"{use}: {about} ({origin})", *more]
-        for part, share, (part_rows, _) in zip(parts, shares, counted, strict=False):
+        for split, share, (part_rows, _) in zip(splits, shares, counted, strict=False):
             times = config.train.steps * data.batch * share / BLOCK / len(part_rows)
             lines.append(
-                f"{part.name}: {100 * share / BLOCK:.4g}% of what is read; each of its {len(part_rows):,} rows "
+                f"{split.name}: {100 * share / BLOCK:.4g}% of what is read; each of its {len(part_rows):,} rows "
                 f"{times:,.2g} times in {config.train.steps:,} steps"
             )
-        if training and cached.left_out:
-            lines.append(f"left out of training: {cached.left_out:,} documents that are also in data.held_out")
-        if training and source.notes:
-            lines.append(source.notes)
+        if training and opened.left_out:
+            lines.append(f"left out of training: {opened.left_out:,} documents that are also in data.held_out")
+        if training and opened.notes:
+            lines.append(opened.notes)
         return Loader(
             rows=rows,
             batch=data.batch,
+            padded_batch=data.padded_batch,
             seed=seed,
             repeat=training,
             description="\n".join(lines),
-            fingerprint=f"{cached.folder.name}-{data.packing}-{data.seq}-{use}"
+            fingerprint=f"{opened.fingerprint}-{data.packing}-{data.seq}-{use}"
             + (f"-{shares}" if shares else "")
             + (f"-{config.objective} {data.masked_share}" if masked else ""),
             shares=shares,
@@ -237,10 +254,10 @@ def open_loaders(
             token_masks=dataclasses.replace(all_masks, seed=seed) if all_masks else None,
         )
 
-    train = loader_of("training", cached.train, source.parts)
-    if not source.held_out and not data.held_out_share:
+    train = loader_of("training", opened.train)
+    if not data.held_out_sources and not data.held_out_share:
         return train, None
-    return train, loader_of("evaluation", [cached.held_out], [source.held_out or source.parts[0]])
+    return train, loader_of("evaluation", [opened.held_out])
 
 
 def _media_loaders(config: Config, found: media.Opened) -> tuple[Loader, Loader | None]:
@@ -251,6 +268,7 @@ def _media_loaders(config: Config, found: media.Opened) -> tuple[Loader, Loader 
         return Loader(
             rows=rows,
             batch=config.data.batch,
+            padded_batch=config.data.padded_batch,
             seed=seed,
             repeat=use == "training",
             description="\n".join(filter(None, lines)),
@@ -276,46 +294,7 @@ def _check_objective(config: Config) -> None:
         )
 
 
-def _source(
-    config: Config, progress: sources.Progress | None, masked: bool, known: Sequence[str]
-) -> tuple[sources.DocumentSource, cache.Encoder, Path | None]:
-    """The source and the tokenizer of a config, and the file of a tokenizer that is trained on the source."""
-    data = config.data
-    size = tokenizer.trained_size(data.tokenizer)
-    source = path = None
-    if data.conversations:
-        tokens = chat.Chat(data.tokenizer)
-    elif data.fields and config.model.encoder:
-        tokens = pairs.Pairs(config, tokenizer.load_tokenizer(data.tokenizer))
-    elif data.fields:
-        tokens = labelled.Labelled(data, tokenizer.load_tokenizer(data.tokenizer))
-    elif size:
-        source = sources.open_source(data, progress)
-        path = trained.tokenizer_of_source(source, size, progress, masked)
-        tokens = tokenizer.load_tokenizer(str(path))
-    else:
-        tokens = tokenizer.load_tokenizer(data.tokenizer)
-    trained.check_vocabulary(config, tokens.vocab_size)
-    of_record = tokens.document if isinstance(tokens, chat.Chat | labelled.Labelled | pairs.Pairs) else None
-    source = source or sources.open_source(data, progress, of_record)
-    if isinstance(tokens, labelled.Labelled):
-        if tokens.has_types and config.model.embedding.token_types == 1:
-            raise InputError(
-                f"data.tokenizer={data.tokenizer} gives a second text the token type 1, and "
-                "model.embedding.token_types is 1\n"
-                "  fix   name the model's own tokenizer.json, or set model.embedding.token_types to 2"
-            )
-        tokens.learn_classes(source, known, progress)
-        if data.label_kind != "number" and len(tokens.classes) != config.model.num_classes:
-            raise InputError(
-                f"data.label={data.label} has {len(tokens.classes):,} labels, and model.classes.count is "
-                f"{config.model.num_classes:,} ({labelled.about_classes(tokens.classes)})\n"
-                f"  fix   --set model.classes.count={len(tokens.classes)}, or correct the labels"
-            )
-    return source, tokens, path
-
-
-def _shares(parts: Sequence[sources.SourcePart]) -> tuple[int, ...]:
+def _shares(parts: Sequence[TokenSplit]) -> tuple[int, ...]:
     """How many of BLOCK rows each part gets. Raises InputError for a weight that would get none."""
     weights = [part.weight or 0.0 for part in parts]
     exact = [weight / sum(weights) * BLOCK for weight in weights]
@@ -347,6 +326,7 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
         return Loader(
             rows=pairs.random(count, config, of_rows) if seq2seq else packing.random(count, data.seq, vocab, of_rows),
             batch=data.batch,
+            padded_batch=data.padded_batch,
             seed=seed,
             repeat=training,
             description=f"{use}: {count:,} rows of {data.seq + 1:,} random tokens below {vocab:,}",

@@ -1,19 +1,51 @@
 """Rows of a fixed length, cut from one long array of tokens, and masks among their tokens."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from gspmd_lm.data.shards import Span, Stream
 
 # Bits in the tokens of conversations (uint32): a token of the assistant, and the last token of a conversation.
 TARGET, LAST = np.uint32(1 << 30), np.uint32(1 << 31)
 FIELDS = ("tokens", "targets", "segment_ids", "positions")
 
 
+class InMemory:
+    """The Stream of tokens in an array."""
+
+    is_far = False
+
+    def __init__(self, tokens: np.ndarray):
+        self.tokens, self.dtype = tokens, tokens.dtype
+        self.bounds = np.asarray([0, len(tokens)])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        return [self.tokens[start:stop] for start, stop in spans]
+
+    def record_sizes(self) -> np.ndarray:
+        return record_sizes(self.tokens)
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return self.tokens.astype(dtype or self.dtype, copy=False)
+
+
+def record_sizes(tokens: np.ndarray) -> np.ndarray:
+    """int64 [records, 2]: how many tokens has each of the records that LAST ends, and how many of these are targets."""
+    stops = 1 + np.flatnonzero(tokens >= LAST)
+    targets = np.concatenate([[0], np.cumsum((tokens & TARGET) > 0)])[stops]
+    return np.stack([np.diff(stops, prepend=0), np.diff(targets, prepend=0)], axis=1).astype(np.int64)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """`len(rows)` rows of `seq` tokens; row r starts at token r * stride.
+    """`len(rows)` rows of `seq` tokens. In each shard of the stream, row r starts at token r * stride.
 
     With `end`, rows hold packed documents, which end with the token `end`. Each document is a segment of its own. A
     document that a row cuts goes on in the next row as a new segment. Every token but the first of each document is a
@@ -23,7 +55,7 @@ class Rows:
     With neither, a row is a piece of one text, and every position has a target.
     """
 
-    stream: np.ndarray  # [tokens], unsigned, usually memory-mapped
+    stream: Stream  # of unsigned tokens
     seq: int
     stride: int
     end: int | None
@@ -31,11 +63,17 @@ class Rows:
     starts: np.ndarray | None = None  # [rows + 1]; the last one is the length of the stream
 
     def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    @functools.cached_property
+    def _firsts(self) -> np.ndarray:
+        """The first row of each shard, and how many rows there are."""
         if self.starts is not None:
-            return len(self.starts) - 1
-        if self.end is None:
-            return max(0, (len(self.stream) - self.seq - 1) // self.stride + 1)
-        return max(0, -(-(len(self.stream) - 1) // self.stride))  # the last row is padded
+            return np.asarray([0, len(self.starts) - 1])
+        sizes = np.diff(self.stream.bounds)
+        whole, begun = (sizes - self.seq - 1) // self.stride + 1, -(-(sizes - 1) // self.stride)
+        counts = whole if self.end is None else begun  # of documents, the last row is padded
+        return np.concatenate([[0], np.cumsum(np.maximum(counts, 0))])
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The FIELDS of the rows as int32 [len(indices), seq]; an index of -1 gives a row of padding.
@@ -45,11 +83,11 @@ class Rows:
         """
         windows = np.zeros((len(indices), self.seq + 1), self.stream.dtype)
         lengths = np.zeros(len(indices), np.int64)  # how many positions are not padding
-        for i, index in enumerate(indices):
-            if index >= 0:
-                piece = self._piece(int(index))
-                windows[i, : len(piece)] = piece
-                lengths[i] = len(piece) - 1
+        filled = [i for i, index in enumerate(indices) if index >= 0]
+        pieces = self.stream.read([self._span(int(indices[i])) for i in filled])
+        for i, piece in zip(filled, pieces, strict=True):
+            windows[i, : len(piece)] = piece
+            lengths[i] = len(piece) - 1
         ends = np.zeros((len(indices), self.seq), bool)
         silent = ends  # positions whose next token is not a target
         if self.starts is not None:
@@ -74,12 +112,14 @@ class Rows:
             targets[i, padding] = -1
         return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, "positions": positions}
 
-    def _piece(self, index: int) -> np.ndarray:
+    def _span(self, index: int) -> Span:
         """The tokens of a row, and the one after them."""
-        if self.starts is None:
-            return self.stream[index * self.stride : index * self.stride + self.seq + 1]
-        start, stop = int(self.starts[index]), int(self.starts[index + 1])
-        return self.stream[start : min(stop, start + self.seq) + 1]
+        if self.starts is not None:
+            start, stop = int(self.starts[index]), int(self.starts[index + 1])
+            return start, min(stop + 1, start + self.seq + 1, len(self.stream))
+        i_shard = int(np.searchsorted(self._firsts, index, "right")) - 1
+        start = int(self.stream.bounds[i_shard]) + (index - int(self._firsts[i_shard])) * self.stride
+        return start, min(start + self.seq + 1, int(self.stream.bounds[i_shard + 1]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,37 +147,37 @@ class Joined:
         return fields
 
 
-def documents(stream: np.ndarray, seq: int, end: int, begins_with_end: bool = False) -> Rows:
-    """Rows of packed documents. Only the last row may be padded."""
+def documents(stream: Stream, seq: int, end: int, begins_with_end: bool = False) -> Rows:
+    """Rows of packed documents. Only the last row of a shard may be padded."""
     return Rows(stream, seq, seq, end, begins_with_end)
 
 
-def conversations(stream: np.ndarray, seq: int) -> tuple[Rows, int]:
+def conversations(stream: Stream, seq: int) -> tuple[Rows, int]:
     """Rows of packed conversations, and how many conversations are too long for a row.
 
     A row is filled with as many whole conversations as it holds, and the rest of it is padding. A conversation that is
     too long starts a row and goes on in the next one as a new segment.
     """
-    stops = 1 + np.flatnonzero(stream >= LAST)
-    starts = [0]
+    sizes = stream.record_sizes()[:, 0]
+    stops, starts = np.cumsum(sizes), [0]
     while starts[-1] < len(stream):
         # The last token of a conversation has no successor, so a row needs no input for it.
         held = int(np.searchsorted(stops, starts[-1] + seq + 1, side="right"))
         stop = int(stops[held - 1]) if held else 0
         starts.append(stop if stop > starts[-1] else starts[-1] + seq)
-    cut = int(np.count_nonzero(np.diff(stops, prepend=0) > seq + 1))
+    cut = int(np.count_nonzero(sizes > seq + 1))
     return Rows(stream, seq, seq, None, starts=np.asarray(starts, np.int64)), cut
 
 
-def text(stream: np.ndarray, seq: int) -> Rows:
-    """Rows cut from one text. Tokens at its end that do not fill a row are not used."""
+def text(stream: Stream, seq: int) -> Rows:
+    """Rows cut from one text. Tokens at the end of a shard that do not fill a row are not used."""
     return Rows(stream, seq, seq, None)
 
 
 def random(rows: int, seq: int, vocab: int, seed: Sequence[int]) -> Rows:
     """Rows of independent tokens, drawn uniformly from [0, vocab)."""
     tokens = np.random.default_rng(seed).integers(0, vocab, rows * (seq + 1), np.uint32)
-    return Rows(tokens, seq, seq + 1, None)
+    return Rows(InMemory(tokens), seq, seq + 1, None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,9 @@ import numpy as np
 
 from gspmd_lm.config import Config
 from gspmd_lm.data import encodings
-from gspmd_lm.data.labelled import CUT, TOGETHER, count_cut, cutting, record_starts, text_of, valid
-from gspmd_lm.data.packing import LAST, TARGET
+from gspmd_lm.data.labelled import CUT, TOGETHER, cutting, text_of, valid
+from gspmd_lm.data.packing import LAST, TARGET, InMemory
+from gspmd_lm.data.shards import Stream
 from gspmd_lm.data.tokenizer import Tokenizer
 
 # A pair in the cache is a uint32 array: the tokens of its source, and those of its text, which carry TARGET. LAST ends
@@ -65,7 +66,7 @@ class PairRows:
     after them.
     """
 
-    stream: np.ndarray  # uint32 [tokens], usually memory-mapped
+    stream: Stream  # of uint32 tokens
     seq: int
     source_seq: int
     start_token: int
@@ -74,11 +75,6 @@ class PairRows:
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
-
-    @property
-    def cut(self) -> int:
-        """The number of pairs that were cut."""
-        return count_cut(self.stream, self.starts)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """int32 tokens, targets, segment_ids and positions [len(indices), seq], and source_tokens, source_segment_ids
@@ -94,12 +90,12 @@ class PairRows:
             for name in ("tokens", "segment_ids", "positions")
         }
         fields["targets"] = np.full((len(indices), self.seq), -1, np.int32)
-        for row, index in enumerate(indices):
-            if index < 0:
-                continue
+        filled_rows = [row for row, index in enumerate(indices) if index >= 0]
+        starts_of = [self.starts[self.firsts[indices[i]] : self.firsts[indices[i] + 1] + 1] for i in filled_rows]
+        found = self.stream.read([(int(starts[0]), int(starts[-1])) for starts in starts_of])
+        for row, starts, tokens in zip(filled_rows, starts_of, found, strict=True):
             filled = dict.fromkeys(widths, 0)
-            for segment, pair in enumerate(range(self.firsts[index], self.firsts[index + 1]), 1):
-                marked = self.stream[self.starts[pair] : self.starts[pair + 1]]
+            for segment, marked in enumerate(np.split(tokens, starts[1:-1] - starts[0]), 1):
                 ids, is_text = (marked & ~_BITS).astype(np.int32), (marked & TARGET) > 0
                 for prefix, own in (("source_", ids[~is_text]), ("", ids[is_text])):
                     at = slice(filled[prefix], filled[prefix] + len(own))
@@ -114,11 +110,10 @@ class PairRows:
         return fields
 
 
-def rows(stream: np.ndarray, config: Config) -> PairRows:
+def rows(stream: Stream, config: Config) -> PairRows:
     """The rows of the tokens of pairs, in their order: each holds as many as it has room for."""
     assert config.model.encoder
-    starts = record_starts(stream)
-    of_text = np.concatenate([[0], np.cumsum((stream & TARGET) > 0)])[starts]
+    starts, of_text = np.concatenate([np.zeros((1, 2), np.int64), np.cumsum(stream.record_sizes(), axis=0)]).T
     of_source = starts - of_text
     firsts = [0]
     while firsts[-1] < len(starts) - 1:
@@ -136,4 +131,4 @@ def random(count: int, config: Config, seed: Sequence[int]) -> PairRows:
     tokens = np.random.default_rng(seed).integers(0, config.model.vocab, (count, width), np.uint32)
     tokens[:, config.source_seq :] |= TARGET
     tokens[:, -1] |= LAST
-    return rows(tokens.ravel(), config)
+    return rows(InMemory(tokens.ravel()), config)

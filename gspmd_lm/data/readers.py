@@ -29,6 +29,7 @@ _BLOCKS = set(
 # A text file above this size is read in sections, cut at line ends, or within very long lines at spaces. Then parts of
 # one large file can be held out, and no file has to fit in memory.
 SECTION_BYTES = 64 * 1024
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class Section(bytes):
@@ -55,14 +56,34 @@ COMPRESSED: dict[str, Callable[[Path, str], Any]] = {
 }
 
 
+def lines_between(file: BinaryIO, start: int, stop: int) -> tuple[int, int]:
+    """The first byte of the lines that begin at one position of a file or behind it, and before another, and the byte
+    behind them.
+    """
+    found = []
+    for at in (start, stop):
+        if at:
+            file.seek(at - 1)
+            file.readline()
+        found.append(file.tell() if at else 0)
+    return found[0], found[1]
+
+
 @contextlib.contextmanager
-def open_text(path: Path) -> Iterator[BinaryIO]:
-    """The content of a file, decompressed; without a byte order mark, and in UTF-8 if the mark says UTF-16."""
+def open_text(path: Path, span: tuple[int, int] | None = None) -> Iterator[BinaryIO]:
+    """The content of a file, decompressed; without a byte order mark, and in UTF-8 if the mark says UTF-16.
+
+    span: of a file that is not compressed, the lines that begin between these two positions.
+    """
     with COMPRESSED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
+        if span:
+            begin, end = lines_between(file, *span)
+            file.seek(begin)
+            file = io.BufferedReader(io.BytesIO(file.read(end - begin)))  # pyright: ignore[reportArgumentType]
         start = file.peek(4)[:4]
         if start.startswith(codecs.BOM_UTF8):
             file.read(len(codecs.BOM_UTF8))
-        elif start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as Windows writes "Unicode" text
+        elif start.startswith(UTF16):  # as Windows writes "Unicode" text
             try:
                 file = io.BytesIO(file.read().decode("utf-16").encode())
             except UnicodeDecodeError as error:
@@ -73,10 +94,10 @@ def open_text(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def plain_text(path: Path) -> Iterator[bytes]:
-    """The sections of a text file, each of SECTION_BYTES or a little more."""
+def plain_text(path: Path, span: tuple[int, int] | None = None) -> Iterator[bytes]:
+    """The sections of a text file, or of a span of it, each of SECTION_BYTES or a little more."""
     before, is_txt = None, ".txt" in map(str.lower, path.suffixes[-2:])
-    for part in _sections(path):
+    for part in _sections(path, span):
         if before:
             before.goes_on = True
             yield before
@@ -86,9 +107,9 @@ def plain_text(path: Path) -> Iterator[bytes]:
         yield before
 
 
-def _sections(path: Path) -> Iterator[bytes]:
+def _sections(path: Path, span: tuple[int, int] | None) -> Iterator[bytes]:
     left = b""
-    with open_text(path) as file:
+    with open_text(path, span) as file:
         while section := left + file.read(SECTION_BYTES):
             section, left = section + file.readline(SECTION_BYTES), b""
             if len(section) >= 2 * SECTION_BYTES and not section.endswith(b"\n"):  # in the middle of a very long line
@@ -127,13 +148,14 @@ def _json(path: Path) -> Any:
     return json_value(raw.decode("utf-8", "surrogateescape"), path, "correct it, or leave it out")
 
 
-def json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """The objects of a file with one JSON object on each line."""
-    with open_text(path) as file:
+def json_lines(path: Path, columns: Sequence[str], span: tuple[int, int] | None = None) -> Iterator[Row]:
+    """The objects of a file, or of a span of it, with one JSON object on each line."""
+    behind = f", {span[0]:,} bytes behind line " if span and span[0] else ":"
+    with open_text(path, span) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            place = f"{path}:{number}"
+            place = f"{path}{behind}{number}"
             yield place, json_object(line.decode("utf-8", "surrogateescape"), place, "one object per line")
 
 

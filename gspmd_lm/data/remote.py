@@ -1,20 +1,29 @@
 """Files from elsewhere, such as gs:// and hf://, copied to this machine once."""
 
+import contextlib
+import dataclasses
 import functools
 import hashlib
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import filelock
 import fsspec.core
 
 from gspmd_lm import files
 from gspmd_lm.config.paths import cache_entry, cache_folder, unwritable
-from gspmd_lm.data import formats
+from gspmd_lm.data import formats, readers
 from gspmd_lm.errors import InputError
 
-Progress = Callable[[str, int, int], None]  # the current task, bytes done, bytes in all; 0 and 0 for a wait
+
+class Progress(Protocol):
+    """Is told the current task, the bytes that are done and those in all (0 and 0 for a wait), and perhaps a rate."""
+
+    def __call__(self, what: str, done: int, total: int, rate: str = "", /) -> None: ...
+
 
 # The package that reads addresses of a kind, where fsspec itself does not.
 _PACKAGES = {
@@ -30,49 +39,102 @@ _PACKAGES = {
 _BLOCK_BYTES = 1 << 20
 
 
-def copies(
-    address: str, place: str, skip: Callable[[str, Path], None] = lambda *_: None, progress: Progress | None = None
-) -> list[Path]:
-    """Local copies of the files of known formats at an address: a file, a folder or a glob.
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file in a store."""
 
-    A file is copied once, and again when the store says that it has changed. Raises an InputError that begins with
-    `place` if a package is missing, the address matches nothing, or a file cannot be read.
+    store: Any
+    name: str  # its path in the store
+    address: str
+    place: str  # what named it, for errors
+    size_bytes: int
+    version: str  # another one when the store says that the file has changed
+
+    @property
+    def copy(self) -> Path:
+        """Where its copy stands, or would."""
+        return cache_folder("copies") / self.version / Path(self.name).name
+
+    @contextlib.contextmanager
+    def part(self, start: int, stop: int | None) -> Iterator[Path]:
+        """A context with a copy of the file, or of the lines that begin between two positions, which ends with it."""
+        folder = cache_folder("copies")
+        folder.mkdir(parents=True, exist_ok=True)
+        files.trim(folder.glob(f"*{files.PARTIAL}"), sys.maxsize)  # what killed processes left
+        with tempfile.TemporaryDirectory(suffix=files.PARTIAL, dir=folder) as made:
+            path = Path(made, Path(self.name).name)
+            with _naming(f"{self.place}: {self.address}"):
+                if stop is None:
+                    self.store.get_file(self.name, str(path))
+                else:
+                    with self.store.open(self.name, "rb", cache_type="readahead") as file:
+                        begin, end = readers.lines_between(file, start, stop)
+                    path.write_bytes(self.store.cat_file(self.name, begin, end))
+            yield path
+
+
+def open_store(address: str, place: str, **options: Any) -> tuple[Any, str]:
+    """The file system of fsspec for an address, and the path in it.
+
+    Raises an InputError that begins with `place` if a package is missing or the address has no meaning.
     """
-    kind = address.partition("://")[0]
     try:
-        store, path = fsspec.core.url_to_fs(address)
+        store, path = fsspec.core.url_to_fs(address, **options)
     except ImportError as error:
-        package = _PACKAGES.get(kind)
+        package = _PACKAGES.get(address.partition("://")[0])
         fix = f"pip install {package}" if package else str(error)
         raise InputError(f"{place}: {address}: a package is missing\n  fix   {fix}") from error
     except ValueError as error:
         raise InputError(f"{place}: {address}: {error}\n  fix   give gs://, s3://, hf:// or a local path") from error
     except Exception as error:  # of any of these packages; they have no common class
         raise _refusal(f"{place}: {address}", error) from error
-    try:
-        names = _sorted_names(store, str(path))
+    return store, str(path)
+
+
+def listing(address: str, place: str, skip: Callable[[str, Path], None] = lambda *_: None) -> list[RemoteFile]:
+    """The files of known formats at an address: a file, a folder or a glob. None of them is copied.
+
+    Raises an InputError that begins with `place` if a package is missing, or if the address matches nothing.
+    """
+    kind = address.partition("://")[0]
+    store, path = open_store(address, place)
+    with _naming(f"{place}: {address}"):
+        names = _sorted_names(store, path)
         facts = {name: store.info(name) for name in names if formats.format_of(Path(name))}
-    except Exception as error:
-        raise _refusal(f"{place}: {address}", error) from error
     for name in names:
         if name not in facts:
             skip("unknown ending", Path(f"{kind}://{name}"))
     if not names:
         raise InputError(f"{place}: {address} matches no file\n  fix   correct the address")
-    local_copies, done, total = [], 0, sum(about.get("size") or 0 for about in facts.values())
+    found = []
+    for name, about in facts.items():
+        version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
+        found.append(RemoteFile(store, name, f"{kind}://{name}", place, about.get("size") or 0, version))
+    return found
+
+
+def copies(
+    address: str, place: str, skip: Callable[[str, Path], None] = lambda *_: None, progress: Progress | None = None
+) -> list[Path]:
+    """Local copies of the files of known formats at an address: a file, a folder or a glob.
+
+    A file is copied once, and again when the store says that it has changed. Raises an InputError that begins with
+    `place` as `listing` does, or if a file cannot be read.
+    """
+    found = listing(address, place, skip)
+    local_copies, done, total = [], 0, sum(file.size_bytes for file in found)
 
     def report(before_bytes: int, copied_bytes: int) -> None:
         now_bytes = before_bytes + copied_bytes
         if progress:
             progress("copying files", now_bytes, max(total, now_bytes))
 
-    for name, about in facts.items():
-        version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
-        copy = cache_folder("copies") / version / Path(name).name
+    for file in found:
+        copy = file.copy
         if not _is_copied(copy):
             copy = cache_entry(copy.parent, copy.parent.with_suffix(".lock")) / copy.name
-            _copy(store, name, copy, f"{place}: {kind}://{name}", functools.partial(report, done))
-        done += about.get("size") or 0
+            _copy(file, copy, functools.partial(report, done))
+        done += file.size_bytes
         local_copies.append(copy)
     return local_copies
 
@@ -84,17 +146,15 @@ def beside(address: str, names: Sequence[str], place: str) -> dict[str, bytes]:
     """
     store, path = fsspec.core.url_to_fs(address)
     folder = str(path).rpartition("/")[0]
-    try:
+    with _naming(f"{place}: {address}"):
         found = [f"{folder}/{name}" for name in names if "*" not in name and store.exists(f"{folder}/{name}")]
         for name in names:
             if "*" in name and store.isdir(f"{folder}/{name.rpartition('/')[0]}"):
                 found += store.glob(f"{folder}/{name}")
         return {one.removeprefix(folder).lstrip("/"): store.cat_file(one) for one in sorted(found)}
-    except Exception as error:  # stores have no common class of errors
-        raise _refusal(f"{place}: {address}", error) from error
 
 
-def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int], None]) -> None:
+def _copy(file: RemoteFile, copy: Path, copied: Callable[[int], None]) -> None:
     """Copies one file; of several processes on a machine, one does, and the others wait for it."""
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +166,7 @@ def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int],
         if _is_copied(copy):
             return
         with files.replacing(copy) as new, new.open("wb") as out:
-            for block in _blocks(store, name, place):
+            for block in _blocks(file):
                 out.write(block)
                 copied(out.tell())
         files.seal(copy.parent, (copy.name,))
@@ -118,19 +178,27 @@ def _is_copied(copy: Path) -> bool:
     return copy.is_file() and not files.damage(copy.parent, (copy.name,))
 
 
-def _blocks(store: Any, name: str, place: str) -> Iterator[bytes]:
-    try:
-        with store.open(name, "rb") as source:
-            while block := source.read(_BLOCK_BYTES):
-                yield block
-    except Exception as error:  # stores have no common class of errors
-        raise _refusal(place, error) from error
+def _blocks(file: RemoteFile) -> Iterator[bytes]:
+    with _naming(f"{file.place}: {file.address}"), file.store.open(file.name, "rb") as source:
+        while block := source.read(_BLOCK_BYTES):
+            yield block
 
 
 def _sorted_names(store: Any, path: str) -> list[str]:
     if any(character in path for character in "*?[") and not store.exists(path):
         return sorted(name for name in store.glob(path) if not store.isdir(name))
     return sorted(store.find(path))  # of a file, the file itself
+
+
+@contextlib.contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """A context in which the errors of a store become InputErrors that begin with `place`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # stores have no common class of errors
+        raise _refusal(place, error) from error
 
 
 def _refusal(place: str, error: Exception) -> InputError:

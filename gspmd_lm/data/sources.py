@@ -1,9 +1,10 @@
 """The documents of the sources that a config names. They are read as a stream, in a fixed order."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from gspmd_lm.config import Data
 from gspmd_lm.config import data as config_data
 from gspmd_lm.data import corpus, formats
-from gspmd_lm.data.remote import Progress
+from gspmd_lm.data.remote import Progress, RemoteFile
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import sum_of
 from gspmd_lm.units import plural
@@ -22,19 +23,68 @@ OfRecord = Callable[[dict[str, Any], str, str], bytes]
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """A file of a source, and the field of its texts or conversations, or the fields of labelled texts as JSON."""
+    """A file of a source, and the field of its texts or conversations, or the fields of labelled texts as JSON.
 
-    path: Path
+    Or the lines of a file that begin in a span of it.
+    """
+
+    path: Path  # of a copy that is not made yet if `far` is given
     field: str
     size_bytes: int
-    sha256: str
+    version: str  # another one for other contents: their sha256, or what the system or the store says of changes
+    span: formats.Span | None = None
+    far: RemoteFile | None = None  # a file in a store, which is copied when it is read
+
+    @property
+    def name(self) -> str:
+        """The path or the address, for the user."""
+        return self.far.address if self.far else str(self.path)
+
+    def spans(self, most_bytes: int) -> list["SourceFile"]:
+        """The file in parts of so many bytes, where it can be read in parts."""
+        if self.size_bytes <= most_bytes:
+            return [self]
+        if self.far:
+            start = self.far.store.cat_file(self.far.name, 0, 4)
+        else:
+            with self.path.open("rb") as file:
+                start = file.read(4)
+        return [
+            dataclasses.replace(self, span=span, size_bytes=span[1] - span[0] if span else self.size_bytes)
+            for span in formats.spans(self.path, start, self.size_bytes, most_bytes)
+        ]
+
+    def current_version(self) -> str:
+        """Another one if a file on this machine is changed."""
+        return self.version if self.far else file_version(self.path)
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[tuple[Path, formats.Span | None]]:
+        """A context with a path at which the file can be read, and the span to read of what is there.
+
+        Errors about that path name the address of a file in a store.
+        """
+        if not self.far:
+            yield self.path, self.span
+            return
+        with self.far.part(*(self.span or (0, None))) as path:
+            try:
+                yield path, None
+            except InputError as error:
+                raise InputError(str(error).replace(str(path), self.far.address)) from error
 
     def facts(self, of_records: bool) -> str:
         """What the documents of the file follow from; a field only if the file has fields."""
         kind = formats.format_of(self.path)
         assert kind
         of = f"messages {self.field} " if of_records else f"{self.field} " if kind.records else ""
-        return f"{of}{kind.name} {self.sha256}\n"
+        return f"{of}{kind.name} {self.version}\n"
+
+
+def file_version(path: Path) -> str:
+    """Another text when a file on this machine is changed."""
+    about = path.stat()
+    return f"{about.st_size} {about.st_mtime_ns}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +102,7 @@ class SourcePart:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentSource:
-    """The documents of files. `fingerprint` is the sha256 over their contents, `size_bytes` the size of the files."""
+    """The documents of files. `fingerprint` is the sha256 over their versions, `size_bytes` the size of the files."""
 
     description: str
     notes: str  # lines about files that were skipped or are odd; "" if there are none
@@ -61,6 +111,8 @@ class DocumentSource:
     fingerprint: str
     of_record: OfRecord | None = None  # makes a document of each record; None: files hold texts
     columns: tuple[str, ...] = ()  # of labelled texts
+    # What is told of files that turn out to be binary or odd when they are read; None: all were looked at before.
+    notes_of_read: corpus.FileNotes | None = None
 
     @property
     def every(self) -> tuple[SourcePart, ...]:
@@ -102,18 +154,28 @@ class DocumentSource:
             before_bytes += file.size_bytes
 
     def _of(self, file: SourceFile) -> Iterator[bytes]:
-        if self.of_record is None:
-            yield from formats.texts(file.path, file.field)
-        else:
-            for place, record in formats.records(file.path, self.columns):
-                yield self.of_record(record, place, file.field)
+        with file.local() as (path, span):
+            if (
+                self.notes_of_read
+                and not span
+                and not _note_oddity(formats.oddity(path), file.name, self.notes_of_read)
+            ):
+                return
+            if self.of_record is None:
+                yield from formats.texts(path, file.field, span)
+            else:
+                for place, record in formats.records(path, self.columns, span):
+                    yield self.of_record(record, place, file.field)
 
 
-def open_source(data: Data, progress: Progress | None = None, of_record: OfRecord | None = None) -> DocumentSource:
+def open_source(
+    data: Data, progress: Progress | None = None, of_record: OfRecord | None = None, hashed: bool = True
+) -> DocumentSource:
     """The source that `data.source` and `data.held_out` name, its files found, checked and hashed.
 
-    With `of_record`, each record of the files is turned into a document by it. Raises InputError if a name matches
-    nothing, nothing is left to read, or a file cannot be read.
+    With `of_record`, each record of the files is turned into a document by it. With `hashed=False`, no file is read
+    now: files are known by their sizes and by what the system or the store says of changes. Raises InputError if a name
+    matches nothing, nothing is left to read, or a file cannot be read.
     """
     columns = tuple(filter(None, (*data.fields, data.label)))
     for one in (*data.sources, *data.held_out_sources):
@@ -122,12 +184,13 @@ def open_source(data: Data, progress: Progress | None = None, of_record: OfRecor
             what, fix = records if columns else ("documents", "stdlib or a folder of texts")
             raise InputError(f"data.source: {one.path} has no {what}\n  fix   give {fix}")
     notes = corpus.FileNotes()
-    held_out = _files_of(data.held_out_sources, "data.held_out", columns, notes, progress)
+    uncopied = None if hashed else {}
+    held_out = _files_of(data.held_out_sources, "data.held_out", columns, notes, progress, uncopied)
     kept_out = {path.resolve() for path, _ in held_out}
     groups = [(one,) for one in data.sources] if data.sources[0].weight else [data.sources]
     files_of_groups = []
     for group in groups:
-        paths = _files_of(group, "data.source", columns, notes, progress)
+        paths = _files_of(group, "data.source", columns, notes, progress, uncopied)
         for path in [path for path in paths if path[0].resolve() in kept_out]:
             paths.remove(path)
             notes.skip("held out", path[0])
@@ -135,10 +198,11 @@ def open_source(data: Data, progress: Progress | None = None, of_record: OfRecor
     every = [one for paths in (*files_of_groups, held_out) for one in paths]
     if of_record:
         _check_records(data, [path for path, _ in every])
-    hashed = iter(_hash(every, notes, progress))
+    read = _hash(every, notes, progress) if uncopied is None else _unhashed(every, notes, uncopied)
+    found = iter(read)
     parts = []
     for group, paths in zip([*groups, data.held_out_sources], [*files_of_groups, held_out], strict=True):
-        files = tuple(file for _ in paths if (file := next(hashed)))
+        files = tuple(file for _ in paths if (file := next(found)))
         name = ", ".join(one.path for one in group)
         if not files and group:
             place = "data.held_out" if group == data.held_out_sources else "data.source"
@@ -154,7 +218,8 @@ def open_source(data: Data, progress: Progress | None = None, of_record: OfRecor
     size_bytes = sum(file.size_bytes for part in [*parts, held_out_part] for file in part.files)
     count = sum(len(part.files) for part in [*parts, held_out_part])
     name = " and ".join(filter(None, [*(part.name for part in parts), held_out_part.name]))
-    description = f"{name}: {plural(count, 'file')}, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
+    sums = f"{'sha256' if hashed else 'version'} {total.hexdigest()[:12]}"
+    description = f"{name}: {plural(count, 'file')}, {size_bytes / 1e6:,.1f} MB, {sums}"
     return DocumentSource(
         description.replace("stdlib: ", "the standard library's "),
         str(notes),
@@ -163,6 +228,7 @@ def open_source(data: Data, progress: Progress | None = None, of_record: OfRecor
         total.hexdigest(),
         of_record,
         columns,
+        None if hashed else corpus.FileNotes(),
     )
 
 
@@ -182,12 +248,13 @@ def _files_of(
     columns: tuple[str, ...],
     notes: corpus.FileNotes,
     progress: Progress | None,
+    uncopied: dict[Path, RemoteFile] | None,
 ) -> list[tuple[Path, str]]:
     """The files of sources and the field of each. A file that two sources name is read as the first of them says."""
     fields: dict[Path, str] = {}
     for one in sources:
         field = json.dumps(columns) if columns else one.messages_field or one.text_field
-        for path in corpus.files([one.path], place, notes, progress):
+        for path in corpus.files([one.path], place, notes, progress, uncopied):
             fields.setdefault(path, field)
     return list(fields.items())
 
@@ -226,8 +293,28 @@ def _hash(
             done_bytes += file.size_bytes
             if progress:
                 progress("hashing files", done_bytes, max(total_bytes, done_bytes))
-            if odd == formats.NOT_UTF8:
-                notes.add("not UTF-8, read byte by byte", file.path)
-            elif odd:
-                notes.skip(odd, file.path)
-            yield None if odd in ("empty", formats.BINARY) else file
+            yield file if _note_oddity(odd, str(file.path), notes) else None
+
+
+def _note_oddity(odd: str, name: str, notes: corpus.FileNotes) -> bool:
+    """Whether a file is read, of which `odd` is odd. Notes are told of it."""
+    if odd == formats.NOT_UTF8:
+        notes.add("not UTF-8, read byte by byte", Path(name))
+    elif odd:
+        notes.skip(odd, Path(name))
+    return odd in ("", formats.NOT_UTF8)
+
+
+def _unhashed(
+    files: Sequence[tuple[Path, str]], notes: corpus.FileNotes, far: Mapping[Path, RemoteFile]
+) -> Iterator[SourceFile | None]:
+    """Each file as it is without being read; None for one that is empty."""
+    for path, field in files:
+        if path in far:
+            file = SourceFile(path, field, far[path].size_bytes, far[path].version, far=far[path])
+        else:
+            file = SourceFile(path, field, path.stat().st_size, "")
+            file = dataclasses.replace(file, version=f"{path.name} {file.current_version()}")
+        if not file.size_bytes:
+            notes.skip("empty", path)
+        yield file if file.size_bytes else None

@@ -16,6 +16,7 @@ from gspmd_lm.config.paths import cache_folder, download, unwritable
 from gspmd_lm.data import remote, special_tokens
 from gspmd_lm.data.encodings import count_dropped, encode_texts
 from gspmd_lm.errors import InputError
+from gspmd_lm.units import plural
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -303,6 +304,14 @@ def dropped_characters_note(tokenizer: Tokenizer) -> list[str]:
     """A sentence about what a tokenizer has read and could not encode, if there was anything."""
     count = tokenizer.replaced_bytes
     return [f"warning: the tokenizer has no token for {count:,} bytes or characters of the texts"] if count else []
+
+
+def about_spelled_ends(tokenizer: Tokenizer, count: int) -> str:
+    """For the user: that `count` documents spell an end which is ordinary text there, and what would make it an end."""
+    end = tokenizer.spelled_end.decode() or END_OF_TEXT
+    in_txt, with_token = "documents end there in .txt files", "--set data.tokenizer=bpe:4096 makes documents end there"
+    instead = in_txt if tokenizer.spelled_end else with_token
+    return f"{end} is ordinary text in {plural(count, 'document')} ({instead})"
 
 
 def encode_source(tokenizer: Tokenizer, text: str) -> np.ndarray:

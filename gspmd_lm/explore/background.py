@@ -9,6 +9,7 @@ from typing import Any
 from gspmd_lm.errors import InputError
 from gspmd_lm.explore.inputs import Inputs
 from gspmd_lm.explore.jobs import Job
+from gspmd_lm.plan.front import pareto_front
 
 MOST_RESULTS = 20  # compiled layouts that are kept
 FASTEST = 150  # points of a search that are shown, besides the front
@@ -158,13 +159,8 @@ class Search(_Background):
         }
 
     def _shown_points(self) -> list[dict[str, Any]]:
-        ordered = sorted(self.points.values(), key=_sort_key)
-        front: set[int] = set()
-        least = float("inf")
-        for point in ordered:
-            if point["fits"] and point["peak_bytes"] < least:
-                least = point["peak_bytes"]
-                front.add(point["rank"])
+        ordered = sorted(self.points.values(), key=lambda point: (not point["fits"], *_costs(point)))
+        front = {point["rank"] for point in pareto_front((one for one in ordered if one["fits"]), _costs)}
         shown = [point for n, point in enumerate(ordered) if n < FASTEST or point["rank"] in front or point["compiled"]]
         return [
             {key: value for key, value in point.items() if key != "rules"} | {"front": point["rank"] in front}
@@ -172,7 +168,7 @@ class Search(_Background):
         ]
 
 
-def _sort_key(point: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Layouts that fit come first, then the fastest, or those that send least."""
+def _costs(point: Mapping[str, Any]) -> tuple[float, float]:
+    """The time of a step, or where none is known the bytes that it sends; and its memory."""
     time_s = point["step_time_s"]
-    return not point["fits"], time_s if time_s is not None else point["sent_bytes"], point["peak_bytes"]
+    return time_s if time_s is not None else point["sent_bytes"], point["peak_bytes"]

@@ -12,11 +12,10 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.problems import flow
-from gspmd_lm.sharding.rules import CONTEXTS, EXPERT_BUFFER, KERNELS, MESH_AXES, divisors
+from gspmd_lm.sharding.rules import CONTEXTS, EXPERT_BUFFER, KERNELS, MESH_AXES, REMATS, divisors
 from gspmd_lm.sharding.rules_keys import RulesFile
 from gspmd_lm.show import config_keys
 
-REMATS = ("none", "block", "dots")
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 MESH_MEANINGS = {
     "data": "copies of the model, each of which computes other rows",
@@ -47,7 +46,7 @@ def list_controls(text: str, target: Target) -> list[dict[str, Any]]:
     for axis, size in mesh.items() if isinstance(mesh, dict) else ():
         about = MESH_MEANINGS.get(axis, "")
         made.append(_control(f"mesh.{axis}", "number", size, divisors(target.devices), about, label=axis))
-    remat = plain.get("remat", "none")
+    remat = plain.get("remat", REMATS[0])
     known = [*REMATS] if remat in REMATS else [*REMATS, flow(remat)]
     made += [
         _control("remat", "choice", remat if remat in REMATS else flow(remat), known),

@@ -88,7 +88,7 @@ class Figures:
         return {
             "not_known": list(layout.not_known),
             "headline": headline(layout.task, layout.target, layout.rules, layout.estimator),
-            "mesh": show_mesh(layout.rules, layout.estimator),
+            "mesh": show_mesh(layout.rules.mesh, layout.estimator.locations(layout.rules)),
             "arrays": list_arrays(layout.task, layout.rules, layout.arrays, known),
             "batch": layout.task.rows,
             "seq": layout.task.config.data.seq if layout.task.config else None,

@@ -12,8 +12,9 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
 from typing import Any
+
+from gspmd_lm.runtime.quiet import environment_without_accelerators
 
 MOST_LINE = 2**27  # bytes of an answer
 MOST_KEPT = 4_000  # bytes of what a process says last, should it end
@@ -32,19 +33,12 @@ class Job:
     @classmethod
     async def start(cls, kind: str, subject: bytes) -> "Job":
         """The process of a kind of job: layouts, layers, search or compile. subject: the pickled `Subject`."""
-        folders = [str(Path(__file__).parents[2]), *(str(Path(name).absolute()) for name in sys.path)]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(dict.fromkeys(folders)),
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",  # no metadata server outside Google's cloud
-            "CUDA_VISIBLE_DEVICES": "",
-        }
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "gspmd_lm.explore.worker", kind),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=environment,
+            env=environment_without_accelerators(sys.path),
             limit=MOST_LINE,
             start_new_session=True,
         )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from gspmd_lm.sharding.rules import describe_split
 from gspmd_lm.show import html
 from gspmd_lm.show.document import Cell, Column, Fact, Folded, Section, Table, Text, table_of
 
@@ -72,8 +73,8 @@ def _arrays(arrays: Any) -> Section:
             [
                 Cell(one["path"]),
                 Cell(" x ".join(map(str, one["shape"]))),
-                Cell(_split(one["axes"], one["at_rest"]) if one["at_rest"] is not None else ""),
-                Cell(_split(one["axes"], one["in_use"])),
+                Cell(describe_split(one["axes"], one["at_rest"]) if one["at_rest"] is not None else ""),
+                Cell(describe_split(one["axes"], one["in_use"])),
                 Cell(one["bytes_text"]),
             ]
             for one in arrays
@@ -81,8 +82,3 @@ def _arrays(arrays: Any) -> Section:
         ]
         folded.append(Folded(group, [Table(group, columns, rows, labels=1)]))
     return Section("Arrays", "counted", folded)
-
-
-def _split(axes: Any, spec: Any) -> str:
-    parts = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
-    return " ".join(parts) or "replicated"

@@ -5,11 +5,11 @@ from typing import Any
 
 from gspmd_lm.explore.headline import figure
 from gspmd_lm.explore.layer import describe_transfer
-from gspmd_lm.explore.views import MOST_DEVICES
+from gspmd_lm.explore.views import show_mesh
 from gspmd_lm.foresight import any_step
 from gspmd_lm.foresight.any_step import BuiltProgram, Program
 from gspmd_lm.foresight.propagation import Reading
-from gspmd_lm.hardware.target import Target, device_locations
+from gspmd_lm.hardware.target import Target, numbered_locations
 from gspmd_lm.sharding.shapes import bytes_per_device
 from gspmd_lm.units import human_bytes
 
@@ -36,24 +36,10 @@ def show_step(program: Program, target: Target, devices: Sequence[Any]) -> dict[
             },
             "exposed": [],
         },
-        "mesh": _mesh(built),
+        "mesh": show_mesh(built.mesh.shape, numbered_locations(built.mesh)),
         "arrays": list(_arrays(built)),
         "layer": _layer(reading),
     }
-
-
-def _mesh(built: BuiltProgram) -> dict[str, Any]:
-    where, sizes = device_locations(built.mesh), built.mesh.shape
-    devices = []
-    for number, device in enumerate(list(built.mesh.devices.flat)[:MOST_DEVICES]):
-        coords, rest = [], number
-        for size in reversed(list(sizes.values())):
-            rest, at = divmod(rest, size)
-            coords.append(at)
-        place = {"host": where["hosts"][number], "slice": where["slices"][number], "coords": coords[::-1]}
-        devices.append({"id": device.id, **place})
-    left_out = {"devices_left_out": built.mesh.size - len(devices)} if built.mesh.size > len(devices) else {}
-    return {"axes": [{"name": name, "size": size} for name, size in sizes.items()], "devices": devices, **left_out}
 
 
 def _arrays(built: BuiltProgram) -> Iterator[dict[str, Any]]:

@@ -1,12 +1,10 @@
 """The arrays and the mesh of a layout, as plain values that a page draws."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from gspmd_lm.foresight import table
-from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.problems import flow
 from gspmd_lm.sharding.rules import Row, Rules
@@ -73,17 +71,16 @@ def show_row(row: Row) -> str:
     return f"{row.table}: {row.key.removeprefix(f'{row.table}.')}: {target}"
 
 
-def show_mesh(rules: Rules, estimator: Estimator) -> dict[str, Any]:
-    """The mesh axes, and the devices in the order of the mesh: where each of them is, and its place in the mesh."""
-    sizes = list(rules.mesh.values())
-    count = rules.devices
-    shown = min(count, MOST_DEVICES)
-    where = estimator.locations(rules)
-    places = np.stack(np.unravel_index(np.arange(shown), sizes), axis=1).tolist()
+def show_mesh(sizes: Mapping[str, int], where: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """The mesh axes, and the devices in the order of the mesh: where each of them is, and its place in the mesh.
+
+    where: the ids, hosts and slices of the devices, as `target.numbered_locations` has them.
+    """
+    places = itertools.islice(itertools.product(*map(range, sizes.values())), MOST_DEVICES)
     devices = [
-        {"id": where["ids"][n], "host": where["hosts"][n], "slice": where["slices"][n], "coords": places[n]}
-        for n in range(shown)
+        {"id": where["ids"][n], "host": where["hosts"][n], "slice": where["slices"][n], "coords": list(place)}
+        for n, place in enumerate(places)
     ]
-    left_out = {"devices_left_out": count - shown} if count > shown else {}
-    axes = [{"name": name, "size": size} for name, size in rules.mesh.items()]
-    return {"axes": axes, "devices": devices, **left_out}
+    left_out = len(where["ids"]) - len(devices)
+    axes = [{"name": name, "size": size} for name, size in sizes.items()]
+    return {"axes": axes, "devices": devices, **({"devices_left_out": left_out} if left_out else {})}

@@ -87,7 +87,7 @@ class CompileRequest:
             FORMAT,
             computed,
             self.rules.facts(),
-            self.target.hardware,
+            [self.target.platform, chip and chip.compiler_name, self.target.topology, self.target.slices],
             gpu_config,
             compilers(self.target),
             versions.source(*_SOURCES, *_READERS),
@@ -250,17 +250,8 @@ def _environment(modules: Sequence[str]) -> dict[str, str]:
 
     `modules`: the folders in which it finds the caller's own modules.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    folders = [str(Path(name).absolute()) for name in modules]
-    paths = [str(Path(__file__).parents[2]), *folders, environment.get("PYTHONPATH", "")]
-    return environment | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "TPU_SKIP_MDS_QUERY": "1",  # no metadata server outside Google's cloud
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock is for processes that use chips
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    environment = quiet.environment_without_accelerators(modules) | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    return {name: value for name, value in environment.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
 
 
 # The process that compiles
@@ -309,6 +300,11 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     except jax.errors.JaxRuntimeError as error:
         if "CustomSPMDPartitioning" in str(error):
             raise any_step.no_partitioner(traced, request.name) from error
+        if "ptxas too old" in str(error):
+            raise InputError(
+                f"--target={target.text}: the ptxas that is installed does not know the GPU, as ptxas of CUDA 13 does not "
+                "know Volta\n  fix   put a ptxas that knows it first in PATH: of CUDA 12 for a V100"
+            ) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         compiled = str(error)

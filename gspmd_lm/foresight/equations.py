@@ -9,8 +9,6 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from gspmd_lm.sharding import op_names
-
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
 LINEAR_SOLVE = "custom_linear_solve"  # a linear system, with a function that solves it
 ROLL = core.Primitive("roll")  # jax writes jnp.roll as two slices that are joined
@@ -68,8 +66,8 @@ def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
             pairs = zip(equation.invars, equation.outvars, strict=True)
             changed += [equation.replace(invars=[before], outvars=[after]) for before, after in pairs]
         elif any(_barriers_apart(one, apart) is not one for one in inner_jaxprs(equation.params)):
-            change = lambda param: _barriers_apart(param, apart) if _is_jaxpr(param) else param  # noqa: E731
-            changed.append(equation.replace(params=jax.tree.map(change, equation.params, is_leaf=_is_jaxpr)))
+            change = lambda param: _barriers_apart(param, apart) if is_jaxpr(param) else param  # noqa: E731
+            changed.append(equation.replace(params=jax.tree.map(change, equation.params, is_leaf=is_jaxpr)))
         else:
             changed.append(equation)
     is_same = all(before is after for before, after in itertools.zip_longest(jaxpr.eqns, changed))
@@ -77,43 +75,9 @@ def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
     return apart[id(jaxpr)]
 
 
-def _is_jaxpr(param: Any) -> bool:
+def is_jaxpr(param: Any) -> bool:
+    """Whether a parameter of an operation is a program."""
     return isinstance(param, core.Jaxpr | core.ClosedJaxpr)
-
-
-def model_flops(jaxpr: Any) -> float:
-    """The FLOPs of the matmuls and convolutions of a program, those of all devices, without what is computed again.
-
-    Kernels of Pallas count nothing. A loop whose trip count is unknown counts once; of branches, the one that computes
-    most.
-    """
-    total = 0.0
-    for equation in jaxpr.eqns:
-        primitive, params = equation.primitive.name, equation.params
-        if primitive == "pallas_call":
-            continue
-        own, inner = flops(equation), [model_flops(inner_jaxpr) for inner_jaxpr in _run_jaxprs(equation)]
-        if not (own or any(inner)) or "rematted_computation" in str(equation.source_info.name_stack):
-            continue
-        total += own
-        if primitive == "cond":
-            total += max(inner)
-        elif primitive == "shard_map":  # the program of one device; along an axis that splits no input all do the same
-            entries = jax.tree.leaves([tuple(spec) for spec in params["in_specs"]])
-            total += sum(inner) * math.prod(params["mesh"].shape[axis] for axis in {*entries})
-        else:
-            total += sum(inner) * (params["length"] if primitive == "scan" else 1)
-    return total
-
-
-def _run_jaxprs(equation: Any) -> list[Any]:
-    """The programs that an operation runs. A linear system is solved; its matrix is there for derivatives alone. A loop
-    may be taken not to run: see `op_names.scope`."""
-    if equation.primitive.name == "while" and op_names.parse(f"{equation.source_info.name_stack}/").trip_count == "0":
-        return []
-    if equation.primitive.name == LINEAR_SOLVE:
-        return [equation.params["jaxprs"].solve.jaxpr]
-    return inner_jaxprs(equation.params)
 
 
 def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:
@@ -129,7 +93,7 @@ def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
 def _programs(values: Iterable[Any]) -> Iterator[Any]:
     """The programs among some parameters of an operation, and in tuples of them."""
     for value in values:
-        if _is_jaxpr(value):
+        if is_jaxpr(value):
             yield value
         elif isinstance(value, tuple | list):
             yield from _programs(value)

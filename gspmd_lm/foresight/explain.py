@@ -143,9 +143,9 @@ def report(
         needed = bounds.necessary_flops(config, rules, graph) if config else lower_bounds.flops
     narrow = matmul_operands(config, rules, target.processor) if config else ""
     # No published step that was compared has operands of 8 bits, or stages.
-    compared = phase == "train" and target.chip and not narrow and not rules.stages
+    compared = phase == "train" and target.chip and not target.chip.note and not narrow and not rules.stages
     experts = config.model.num_experts if config else 0
-    error = known_error(kind_of(target, rules, experts)) if compared else NOT_COMPARED
+    error = known_error(kind_of(target, rules, experts)) if compared else _not_compared(target)
     read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
     attention = ""
     if config and phase != "decode":
@@ -206,7 +206,7 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
         for spec in [tuple(map(tuple, split))]
     ]
     rules, graph = dataclasses.replace(NO_RULES, mesh=mesh), DataflowGraph(jax.make_jaxpr(lambda: ())(), ())
-    read = _read(program, rules, target, [], graph, lower_bounds.flops, None, NOT_COMPARED)
+    read = _read(program, rules, target, [], graph, lower_bounds.flops, None, _not_compared(target))
     report = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
@@ -229,6 +229,11 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
         arrays=tuple(arrays),
     )
     return dataclasses.replace(report, warnings=advice.advise_on_step(report, program.notes))
+
+
+def _not_compared(target: Target) -> str:
+    """What is said of predictions that were compared with no measured step."""
+    return target.chip.note if target.chip and target.chip.note else NOT_COMPARED
 
 
 class _Read(NamedTuple):

@@ -346,8 +346,10 @@ class DataflowGraph:
 
     def combined_with(self, node: Node) -> list[Node]:
         """The activations that an activation meets in the operations after it."""
-        while same := [near for near in self.after([node]) if near.array == node.array and near is not node]:
+        seen = {node}  # a loop may carry an activation back to where it was placed
+        while same := [near for near in self.after([node]) if near.array == node.array and near not in seen]:
             node = same[0]
+            seen.add(node)
         return [near for near in self.before(self._between([node])) if near is not node]
 
     def weight_of(self, matmul: Node) -> Node | None:

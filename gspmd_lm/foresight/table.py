@@ -68,9 +68,3 @@ def split_and_size(rules: Rules, table: str, leaf: Named, like: Any) -> tuple[Sp
     """The mesh axes that split each dimension of an array under `table`, and its bytes on each device."""
     spec, size = place_array(rules, table, leaf, like)
     return spec, int(size)
-
-
-def split(axes: tuple[str, ...], spec: Spec) -> str:
-    """The split dimensions of an array as 'embed/fsdp heads/tensor'; 'replicated' if there are none."""
-    parts = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
-    return " ".join(parts) or "replicated"

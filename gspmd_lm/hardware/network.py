@@ -15,7 +15,9 @@ A group that crosses slices first exchanges between the slices and then within e
 sends its own share, over its share of the host's network. The latency between slices is not published anywhere, and
 is left out. GPUs do both parts at once: NCCL runs rings through all devices of all hosts, one ring for each network
 card that a host has for the group. Each ring carries its share of the tensor. A host sends what any device passes on:
-all but one of n pieces.
+all but one of n pieces. NVLink may join fewer GPUs than a host has, such as pairs, or more, such as the 72 of a rack.
+Between those of a host that it does not join, each ring goes over the PCIe of one GPU, as it goes over its network card
+between hosts.
 """
 
 import collections
@@ -34,6 +36,8 @@ ICI_HOP_S = 1e-6
 # The share of NVLink's bandwidth that NCCL reaches, 370 of 450 GB/s. Source: scaling-book, GPUs, "Empirical
 # measurements". Reductions in the switches (NVLS) are left out: there they speed up only all-reduces, by 30%.
 NVLINK_SHARE = 0.82
+# The same of PCIe between GPUs of a host. It was not measured: it is taken to be that of NVLink.
+PEER_SHARE = NVLINK_SHARE
 # The share of the network's bandwidth that NCCL reaches between hosts. Source: NVIDIA/nccl, issue 1218: an all-gather
 # of 2 GB over 32 hosts of 8 H100 with 400 Gbit/s for each runs at 200 GB/s per host, half of the network. A tenth of
 # its time are the latencies below. Two hosts that send many GB reach 0.94: NVIDIA/nccl-tests, issue 290.
@@ -97,6 +101,7 @@ class Route:
     outer: int  # how many slices, or hosts of GPUs, it crosses
     per_chip: int = 1  # how many of its devices are on each chip
     dimensions: tuple[Dimension, ...] = ()  # the torus within a slice; () on GPU
+    islands: int = 1  # how many groups of GPUs that NVLink joins it has in each host
 
     @property
     def inner(self) -> int:
@@ -120,13 +125,13 @@ class Network:
         return functools.cache(self._axes)
 
     def link(self, groups: Groups) -> str:
-        """The slowest kind of link in use: ici, die, dcn, nvlink or network; '' if there is no chip or no exchange."""
+        """The slowest kind of link in use: ici, die, dcn, nvlink, pcie or network; '' without a chip or an exchange."""
         routes = self._routes(groups)
         if self.chip is None or all(route.size == 1 for route in routes):
             return ""
         crosses = any(route.outer > 1 for route in routes)
         if self.chip.platform == "gpu":
-            return "network" if crosses else "nvlink"
+            return "network" if crosses else "pcie" if any(route.islands > 1 for route in routes) else "nvlink"
         if crosses:
             return "dcn"
         return "ici" if any(route.dimensions for route in routes) else "die"
@@ -187,7 +192,7 @@ class Network:
     def _permute_s(self, chip: Chip, size_bytes: float, pairs: Groups) -> float:
         """The seconds of a permute on its fullest link. Each pair takes a shortest path, dimension by dimension."""
         gpu, dcn_bytes_per_s = chip.platform == "gpu", self._dcn_bytes_per_s(chip)
-        devices, outside = collections.Counter(self.hosts), self.hosts if gpu else self.slices
+        devices, outside = collections.Counter(self.hosts), self._outsides if gpu else self.slices
         loads: collections.Counter[tuple] = collections.Counter()  # kind, bytes/s and place of a link -> its pairs
         longest = 0
         for source, target in pairs:
@@ -198,6 +203,8 @@ class Network:
                 host = self.hosts[source]
                 port = (dcn_bytes_per_s, source) if gpu else (dcn_bytes_per_s * devices[host], host)
                 loads["network", *port] += 1
+            elif gpu and self._islands[source] != self._islands[target]:
+                loads["pcie", PEER_SHARE * chip.peer_bytes_per_s, source] += 1
             elif gpu:
                 loads["nvlink", NVLINK_SHARE * chip.nvlink_bytes_per_s, source] += 1
             elif self.coords[source] == self.coords[target]:
@@ -274,11 +281,30 @@ class Network:
         if self.chip is None:
             return Route(len(group), 1)
         if self.chip.platform == "gpu":
-            return Route(len(group), len({self.hosts[k] for k in group}))
+            outer = len({self._outsides[k] for k in group})
+            return Route(len(group), outer, islands=len({self._islands[k] for k in group}) // outer)
         outer = len({self.slices[k] for k in group})
         coords = [self.coords[k] for k in group if self.slices[k] == self.slices[group[0]]]
         chips = list(dict.fromkeys(coords))
         return Route(len(group), outer, len(coords) // len(chips), self._dimensions(chips))
+
+    @functools.cached_property
+    def _islands(self) -> tuple[tuple[int, int], ...]:
+        """The group of GPUs that NVLink joins, of each partition: a host, or several, and its number in the host."""
+        assert self.chip
+        chip, before = self.chip, collections.Counter[int]()
+        each = (chip.nvlink_gpus or chip.gpus_per_host) if chip.nvlink_bytes_per_s else 1
+        islands: dict[int, tuple[int, int]] = {}
+        for k in sorted(range(len(self.hosts)), key=lambda k: self.coords[k]):
+            host = self.hosts[k]
+            islands[k] = (host // max(1, each // chip.gpus_per_host), before[host] // min(each, chip.gpus_per_host))
+            before[host] += 1
+        return tuple(islands[k] for k in range(len(self.hosts)))
+
+    @functools.cached_property
+    def _outsides(self) -> tuple[int, ...]:
+        """Of each partition, the hosts that NVLink joins: its own alone, or several."""
+        return tuple(hosts for hosts, _ in self._islands)
 
     def _dimensions(self, chips: list[tuple[int, ...]]) -> tuple[Dimension, ...]:
         """The torus dimensions of a box of chips. Another shape counts as a line through the chips in their order."""
@@ -295,19 +321,24 @@ class Network:
 
 def _gpu_s(chip: Chip, kind: str, size_bytes: float, route: Route) -> float:
     """The seconds of a collective of GPUs: NVLink within a host and network ports between hosts work at once."""
-    size, outer, inner = route.size, route.outer, route.inner
+    size, outer, inner, islands = route.size, route.outer, route.inner, route.islands
+    joined = inner // islands  # by NVLink
     if kind in _ALL_TO_ALL:
         passes, steps = 1, 1
-        within_bytes, between_bytes = size_bytes * (inner - 1) / size, size_bytes * (size - inner) / size
+        within_bytes, between_bytes = size_bytes * (joined - 1) / size, size_bytes * (size - inner) / size
+        peer_bytes = size_bytes * (inner - joined) / size
     else:
         passes = _RING_PASSES[kind]
         steps = passes * (size - 1)
-        within_bytes = sent_bytes("all-gather", size_bytes, size) if inner > 1 else 0.0
+        within_bytes = sent_bytes("all-gather", size_bytes, size) if joined > 1 else 0.0
+        peer_bytes = sent_bytes("all-gather", size_bytes / joined, size) if islands > 1 else 0.0
+        within_bytes -= peer_bytes * (joined > 1)  # where a ring leaves the GPUs that NVLink joins
         between_bytes = sent_bytes("all-gather", size_bytes / inner, size) if outer > 1 else 0.0
-    nvlink_s = within_bytes / (NVLINK_SHARE * chip.nvlink_bytes_per_s)
+    nvlink_s = within_bytes / (NVLINK_SHARE * chip.nvlink_bytes_per_s) if within_bytes else 0.0
+    peer_s = peer_bytes / (PEER_SHARE * chip.peer_bytes_per_s) if peer_bytes else 0.0
     across = min(steps, passes * (outer - 1))
     network_s = between_bytes / (NETWORK_SHARE * chip.network_bytes_per_s)
-    return _nccl_s(passes * max(nvlink_s, network_s), steps - across, across)
+    return _nccl_s(passes * max(nvlink_s, peer_s, network_s), steps - across, across)
 
 
 def _nccl_s(transfer_s: float, steps: int, network_steps: int) -> float:

@@ -1,6 +1,7 @@
 """Targets such as v5p:4x4x4, 2@v6e:16x16, h100:4x8, h100:4x8/800 or cpu:8, and compile-only jax devices of them.
 
-Google Cloud's names of TPU slices, such as v5p-128 or v5litepod-16, are targets too.
+Google Cloud's names of TPU slices, such as v5p-128 or v5litepod-16, are targets too. So are chips of one's own: my:8 is
+a target if my.yaml in the working folder describes a chip, and folder/my.yaml:8 names the file itself.
 """
 
 import dataclasses
@@ -8,15 +9,20 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gspmd_lm import versions
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.hardware.capacity import Price
-from gspmd_lm.hardware.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config
+from gspmd_lm.hardware.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config, reading
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e: parts of one 16 x 16 pod
+_FLAT_OF = {
+    "v2": ("2x2", "4x4", "8x8", "8x16", "16x16"),
+    "v3": ("2x2", "4x4", "8x8", "8x16", "16x16", "16x32", "32x32"),
+}
 # v4, v5p, tpu7x: smaller than a 4 x 4 x 4 cube; larger slices are made of cubes.
 _SMALL_CUBOIDS = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 _CUBE = 4
@@ -25,8 +31,8 @@ _CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
 # has 4096 chips, the largest v5p slice 6144 (16x16x24), a tpu7x pod 9216.
 _MOST_CUBES = {"v4": 64, "v5p": 96, "tpu7x": 144}
 _LONGEST = 256  # chips along a dimension of a slice that Google Cloud has a name for
-_GPUS_PER_HOST = 8
-_CHIPS_PER_HOST = 4
+_CHIPS_PER_HOST = 4  # of a TPU slice of several hosts
+NO_CUDA = (0, 0)  # the compute capability of a GPU that has none
 MOST_DEVICES = 2**18  # more than the largest cluster that is known, of 200,000; jax makes an object of each
 _GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
 _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, v5p-128, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
@@ -74,12 +80,24 @@ class Target:
         """What decides which kernels the target can run."""
         gpu = self.chip and self.chip.gpu
         capability = gpu.compute_capability if gpu else ()
-        return Processor(self.platform, self.chip.name if self.chip else self.platform, capability)
+        return Processor(self.platform, self.chip.name if self.chip else self.platform, capability, self.chip)
 
     @property
     def hardware(self) -> str:
         """The text without the speed of the network, on which no compiled program depends."""
-        return self.text.partition("/")[0]
+        return _without_network(self.text)[0]
+
+    @property
+    def chip_text(self) -> str:
+        """What the text has before the topology: h100, or 2@v6e, or the file that describes a chip."""
+        return self.hardware.rpartition(":")[0]
+
+
+def _without_network(text: str) -> tuple[str, str, str]:
+    """The parts of a target before, at and after the slash of a network. The path of a file may have slashes too."""
+    path, ending, after = text.partition(reading.ENDING)
+    hardware, slash, network = (after if ending else text).partition("/")
+    return (path + ending if ending else "") + hardware, slash, network
 
 
 def parse(text: str) -> Target:
@@ -95,7 +113,7 @@ def parse(text: str) -> Target:
 
 def _parse_name(text: str) -> Target:
     place = f"--target={text}"
-    hardware, slash, network = text.partition("/")
+    hardware, slash, network = _without_network(text)
     slices, at, rest = hardware.rpartition("@")
     if rest.startswith("tpu-"):
         plain = f"{slices}{at}{rest.removeprefix('tpu-')}"
@@ -106,18 +124,13 @@ def _parse_name(text: str) -> Target:
         rest = _topology_of_cloud_name(place, *cloud_name.groups())
         text = f"{slices}{at}{rest}"
     name, colon, size = rest.partition(":")
-    if name not in (*CHIPS, "cpu"):
-        known = ", ".join(("cpu", *CHIPS))
-        raise InputError(
-            f"{place}: unknown chip {name!r}{did_you_mean(name, ('cpu', *CHIPS))}\n  fix   use one of {known}"
-        )
+    chip = None if name == "cpu" else _find_chip(name, place)
     if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) or (at and not re.fullmatch(r"[1-9]\d*", slices)):
         raise InputError(f"{place}: no such form\n  fix   write it like {_EXAMPLES}")
     dimensions = tuple(map(int, size.split("x")))
-    chip = CHIPS.get(name)
     if slash and (chip is None or chip.platform != "gpu"):
         raise InputError(f"{place}: only hosts of GPUs differ in their networks\n  fix   --target={hardware}")
-    if chip is None or chip.platform == "gpu":
+    if chip is None or chip.platform != "tpu":
         if at:
             raise InputError(f"{place}: only TPUs have slices\n  fix   write hosts x devices, such as h100:4x8")
         target = _without_torus(place, text, name, chip, dimensions)
@@ -128,13 +141,51 @@ def _parse_name(text: str) -> Target:
     return Target(text, "tpu", chip, dimensions, int(slices or 1))
 
 
+def _find_chip(name: str, place: str) -> Chip:
+    """The chip of the table, or of a file of one's own, with a name. Raises InputError if there is none."""
+    if name in CHIPS:
+        return CHIPS[name]
+    if name.endswith(reading.ENDING):
+        return read_own_chip(name)
+    if re.fullmatch(r"[\w.-]+", name) and Path(file := f"{name}{reading.ENDING}").is_file():
+        return read_own_chip(file)
+    known = ("cpu", *CHIPS)
+    raise InputError(
+        f"{place}: unknown chip {name!r}{did_you_mean(name, known)}\n"
+        f"  fix   use one of {', '.join(known)}, or describe it in {name or 'my'}{reading.ENDING} (docs/foresight.md)"
+    )
+
+
+def read_own_chip(file: str) -> Chip:
+    """The chip that a file of a user describes. Raises InputError if it is wrong, or has the name of a known chip."""
+    chip = reading.read_chip(Path(file), file)
+    chip = chip if chip.note else dataclasses.replace(chip, note=f"never compared with a measured step; as {file} says")
+    if chip.name in (*CHIPS, "cpu"):
+        raise InputError(f"{file}: name: {chip.name}: a chip of the table has this name\n  fix   name: my_{chip.name}")
+    return chip
+
+
+def with_chip(text: str, chip_file: str) -> str:
+    """The text of targets, with commas between them, whose chip --chip describes: folder/my.yaml:8 for my:8.
+
+    Raises InputError if none of them names that chip.
+    """
+    name = read_own_chip(chip_file).name
+    changed = ",".join(re.sub(rf"^(\d+@)?{re.escape(name)}(?=:)", rf"\g<1>{chip_file}", one) for one in text.split(","))
+    if changed == text:
+        raise InputError(
+            f"--target={text}: --chip={chip_file} describes {name}\n  fix   --target={name}:8, or drop --chip"
+        )
+    return changed
+
+
 def cloud_names(chip: Chip) -> dict[int, str]:
     """The number in Google Cloud's name of each slice of a TPU -> its topology.
 
-    v4, v5p and tpu7x have two TensorCores in a chip, which the number counts. Of several shapes with as many cubes, a
+    The number counts TensorCores. v2, v3, v4, v5p and tpu7x have two in a chip. Of several shapes with as many cubes, a
     name means the one nearest to a cube.
     """
-    sizes = [*_FLAT] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS]
+    sizes = [*_flat(chip)] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS]
     for cubes in range(1, _MOST_CUBES.get(chip.name, 0) + 1):
         whole = [
             (a, b, cubes // (a * b))
@@ -145,7 +196,17 @@ def cloud_names(chip: Chip) -> dict[int, str]:
         sides = [side * _CUBE for side in min(whole, key=sum)]
         if sides[-1] <= _LONGEST:
             sizes.append("x".join(map(str, sides)))
-    return {_chips(size) * (chip.torus_dimensions - 1): size for size in sizes}
+    return {_chips(size) * _cores(chip): size for size in sizes}
+
+
+def _cores(chip: Chip) -> int:
+    """The TensorCores of a chip, which Google Cloud's names count."""
+    return chip.tensor_cores * chip.devices_per_chip
+
+
+def _flat(chip: Chip) -> tuple[str, ...]:
+    """The topologies of a chip whose slices have two dimensions."""
+    return _FLAT_OF.get(chip.compiler_name, _FLAT)
 
 
 def _chips(size: str) -> int:
@@ -164,7 +225,7 @@ def _topology_of_cloud_name(place: str, name: str, number: str) -> str:
     names = cloud_names(chip)
     if int(number) not in names:
         near = sorted(sorted(names, key=lambda known: abs(known - int(number)))[:4])
-        unit = "TensorCores, of which a chip has two" if chip.torus_dimensions == 3 else "chips"
+        unit = "TensorCores, of which a chip has two" if _cores(chip) == 2 else "chips"
         offered = ", ".join(f"{name}-{known} ({names[known]})" for known in near)
         raise InputError(f"{place}: Google Cloud has no slice of {number} {unit}\n  fix   the nearest are {offered}")
     return f"{chip.name}:{names[int(number)]}"
@@ -172,16 +233,17 @@ def _topology_of_cloud_name(place: str, name: str, number: str) -> str:
 
 def _without_torus(place: str, text: str, name: str, chip: Chip | None, dimensions: tuple[int, ...]) -> Target:
     """The CPU or GPU target of a number of devices, or of hosts x devices."""
-    if chip is None:
+    if chip is None or chip.platform == "cpu":
         if len(dimensions) > 1:
-            raise InputError(f"{place}: simulated devices have no topology\n  fix   cpu:{math.prod(dimensions)}")
-        return Target(text, "cpu", None, dimensions)
+            raise InputError(f"{place}: devices of a CPU have no topology\n  fix   {name}:{math.prod(dimensions)}")
+        return Target(text, "cpu", chip, dimensions)
+    most = chip.gpus_per_host
     hosts, per_host = dimensions if len(dimensions) == 2 else (1, dimensions[0])
-    if len(dimensions) == 1 and per_host > _GPUS_PER_HOST and per_host % _GPUS_PER_HOST == 0:
-        hosts, per_host = per_host // _GPUS_PER_HOST, _GPUS_PER_HOST
-    if len(dimensions) > 2 or per_host > _GPUS_PER_HOST:
+    if len(dimensions) == 1 and per_host > most and per_host % most == 0:
+        hosts, per_host = per_host // most, most
+    if len(dimensions) > 2 or per_host > most:
         raise InputError(
-            f"{place}: a host has at most {_GPUS_PER_HOST} GPUs\n  fix   {name}:8, or hosts x GPUs: {name}:4x8"
+            f"{place}: a host has at most {most} GPUs\n  fix   {name}:{most}, or hosts x GPUs: {name}:4x{most}"
         )
     return _gpu_target(text, chip, hosts, per_host)
 
@@ -208,7 +270,7 @@ def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
     """The fix for a topology that does not exist; '' for one that exists."""
     size = "x".join(map(str, dimensions))
     if chip.torus_dimensions == 2:
-        return "" if size in _FLAT else f"use one of {', '.join(_FLAT)}"
+        return "" if size in _flat(chip) else f"use one of {', '.join(_flat(chip))}"
     cubes = f"one of {', '.join(_SMALL_CUBOIDS)}, or three multiples of {_CUBE} in ascending order such as 4x4x8"
     ascending = "x".join(map(str, sorted(dimensions)))
     if size in _SMALL_CUBOIDS:
@@ -220,15 +282,16 @@ def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
 
 def larger(target: Target) -> Iterator[Target]:
     """Targets of the same chip with more and more devices, which are rented out in these shapes."""
-    chip, (_, slash, network) = target.chip, target.text.partition("/")
+    chip, (_, slash, network) = target.chip, _without_network(target.text)
     assert chip
-    before = f"{target.slices}@{chip.name}" if target.slices > 1 else chip.name
-    sizes: Iterable[str] = _FLAT if chip.torus_dimensions == 2 else (*_SMALL_CUBOIDS, *_CUBOIDS)
+    sizes: Iterable[str] = _flat(chip) if chip.torus_dimensions == 2 else (*_SMALL_CUBOIDS, *_CUBOIDS)
+    if chip.platform == "cpu":
+        sizes = map(str, range(target.devices + 1, MOST_DEVICES + 1))
     if chip.platform == "gpu":
         hosts, per_host = target.topology
         sizes = (f"{hosts * 2**n}x{per_host}" for n in range(1, (MOST_DEVICES // (hosts * per_host)).bit_length()))
     larger_ones = (size for size in sizes if _chips(size) > math.prod(target.topology))
-    return (parse(f"{before}:{size}{slash}{network}") for size in larger_ones)
+    return (parse(f"{target.chip_text}:{size}{slash}{network}") for size in larger_ones)
 
 
 def with_chips(target: Target, chips: int) -> Target | None:
@@ -236,27 +299,41 @@ def with_chips(target: Target, chips: int) -> Target | None:
     chip = target.chip
     assert chip
     if chip.platform == "gpu":
-        (_, per_host), (_, slash, network) = target.topology, target.text.partition("/")
+        (_, per_host), (_, slash, network) = target.topology, _without_network(target.text)
         hosts = -(-chips // per_host)
-        return parse(f"{chip.name}:{hosts}x{per_host}{slash}{network}") if hosts * per_host <= MOST_DEVICES else None
+        return (
+            parse(f"{target.chip_text}:{hosts}x{per_host}{slash}{network}")
+            if hosts * per_host <= MOST_DEVICES
+            else None
+        )
     return next((one for one in larger(target) if one.devices >= chips * chip.devices_per_chip), None)
 
 
-def from_devices(devices: Sequence[Any]) -> Target:
-    """The target that real or simulated `devices` form. Its chip is None if theirs is not known."""
+def from_devices(devices: Sequence[Any], chip_file: str = "") -> Target:
+    """The target that real or simulated `devices` form. Its chip is None if theirs is not known.
+
+    chip_file: the file that describes their chip; "": the table does. Raises InputError if it describes others.
+    """
     first, count = devices[0], len(devices)
-    chip = chip_of(first.device_kind)
-    if chip and chip.gpu and (limit_bytes := _limit_bytes(devices)):
+    chip = read_own_chip(chip_file) if chip_file else chip_of(first.device_kind)
+    platform = {"cuda": "gpu", "rocm": "gpu"}.get(first.platform, first.platform)
+    if chip_file and chip and chip.platform != platform:
+        raise InputError(
+            f"--chip={chip_file}: describes a {chip.platform}, and the devices here are {platform}s\n"
+            f"  fix   {versions.program()} calibrate --out=my.yaml measures them"
+        )
+    if chip and platform == "gpu" and (limit_bytes := _limit_bytes(devices)):
         chip = dataclasses.replace(chip, usable_hbm_bytes=limit_bytes)
-    if first.platform == "cpu" or chip is None:
-        return Target(f"{first.platform}:{count}", first.platform, None, (count,))
+    if chip is None or chip.platform == "cpu":
+        return Target(f"{chip_file or first.platform}:{count}", first.platform, chip, (count,))
+    name = chip_file or chip.name
     if chip.platform == "gpu":
         hosts = len({device.process_index for device in devices})
-        return _gpu_target(f"{chip.name}:{hosts}x{count // hosts}", chip, hosts, count // hosts)
+        return _gpu_target(f"{name}:{hosts}x{count // hosts}", chip, hosts, count // hosts)
     slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
     corners = zip(*(device.coords for device in devices), strict=True)
     topology = tuple(max(along) - min(along) + 1 for along in corners)[: chip.torus_dimensions]
-    text = f"{chip.name}:{'x'.join(map(str, topology))}"
+    text = f"{name}:{'x'.join(map(str, topology))}"
     return Target(f"{slices}@{text}" if slices > 1 else text, "tpu", chip, topology, slices)
 
 
@@ -278,6 +355,11 @@ def device_locations(mesh: Any) -> dict[str, Any]:
     }
 
 
+def numbered_locations(mesh: Any) -> dict[str, Any]:
+    """Where the devices of a jax mesh are, with their numbers."""
+    return {"ids": tuple(device.id for device in mesh.devices.flat), **device_locations(mesh)}
+
+
 def devices(target: Target) -> list[Any]:
     """The compile-only jax devices of a target. For cpu, jax must already simulate them.
 
@@ -296,6 +378,11 @@ def devices(target: Target) -> list[Any]:
         )
     assert target.chip is not None
     if target.platform == "gpu":
+        if target.chip.gpu and target.chip.gpu.compute_capability == NO_CUDA:
+            raise InputError(
+                f"--target={target.text}: XLA's compiler for {target.chip.kinds[0]} is not supported\n"
+                "  fix   compare A B --rows estimates two layouts without a compiler"
+            )
         hosts, per_host = target.topology
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=gpu_target_config(target.chip), topology=f"1x{hosts}x{per_host}"
@@ -305,7 +392,9 @@ def devices(target: Target) -> list[Any]:
         more: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
         if size == "1x1":
             more["chips_per_host_bounds"] = [1, 1, 1]
-        if target.chip.name == "v4":
+        if target.chip.compiler_name == "v4":
             more["chip_config_name"] = "megacore"  # a chip is one device, as on a TPU VM
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{target.chip.name}:{size}", **more)
+        topology = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{target.chip.compiler_name}:{size}", **more
+        )
     return list(topology.devices)

@@ -1,11 +1,15 @@
 """The place gke: a JobSet on TPU slices of a cluster. JobSet itself restarts pods, as often as `max_retries` says.
 
+JobSet waits for all of its slices. Where the job is elastic, a set of which slices are missing for long is made anew
+with those that are there.
+
 Sources, read in 2026: jobset.sigs.k8s.io for JobSet, whose failure policies have rules since its version 0.6;
 kubernetes.io for podFailurePolicy; docs.cloud.google.com/kubernetes-engine/docs/concepts/tpus for nodes.
 """
 
 import json
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +17,8 @@ from gspmd_lm import files
 from gspmd_lm.errors import WRONG_INPUT, InputError
 from gspmd_lm.launch import archive, bucket, place
 from gspmd_lm.launch import logs as log_files
-from gspmd_lm.launch.place import Place
+from gspmd_lm.launch.job import Job
+from gspmd_lm.launch.place import Place, State
 
 _ACCELERATORS = {
     "v4": "tpu-v4-podslice",
@@ -23,6 +28,9 @@ _ACCELERATORS = {
     "tpu7x": "tpu7x",
 }
 _CHIPS_OF_NODE = 4  # of every slice with several nodes
+MISSING_S = 900  # that an elastic job waits for missing slices: three times as long as processes wait for each other
+# Of the slices of a set, those of which all pods run: jobset.sigs.k8s.io/docs/reference, ReplicatedJobStatus.
+_THERE = "jsonpath={.status.replicatedJobsStatus[0].ready}"
 # Makes the set unless it is there, shows the lines of its pods, and ends when it has ended or is gone.
 _FOLLOW = """
 get() { kubectl get jobset "$1" --output="$2"; }
@@ -113,6 +121,33 @@ class Gke(Place):
     tools = ("kubectl", "gcloud")
     restarts_itself = True
 
+    def __init__(self, job: Job):
+        super().__init__(job)
+        target = job.target
+        self._slices = target.slices if target else 1
+        self._attempt = ""  # whose set there is
+        self._there = 0  # slices that were there when any was last there
+        self._complete_s = time.monotonic()  # when all of them were last there
+
+    def state(self) -> State:
+        """LOST where slices are missing for too long, and the others could go on."""
+        if not self.job.elastic or not self._attempt:
+            return State.READY
+        name = self._name(self._attempt)
+        self._there = int(place.call(["kubectl", "get", "jobset", name, f"--output={_THERE}"]) or 0) or self._there
+        if self._there >= self._slices:
+            self._complete_s = time.monotonic()
+        is_late = time.monotonic() - self._complete_s > MISSING_S
+        return State.LOST if is_late and 0 < self._there < self._slices else State.READY
+
+    def owner(self) -> str:
+        return self._attempt.rpartition("-")[0]
+
+    def delete(self) -> None:
+        """Deletes the set, of which slices are missing. The next one has those that are there."""
+        place.call(["kubectl", "delete", "jobset", self._name(self._attempt), "--ignore-not-found"], place.CREATE_S)
+        self._slices, self._attempt = self._there, ""
+
     def check(self) -> None:
         if own := archive.own_files(self.job):
             raise InputError(
@@ -131,7 +166,7 @@ class Gke(Place):
             about=place.ABOUT,
             name=name,
             restarts=self.job.max_retries,
-            slices=target.slices,
+            slices=self._slices,
             nodes=max(1, chips // _CHIPS_OF_NODE),
             chips=min(chips, _CHIPS_OF_NODE),
             wrong_input=WRONG_INPUT,
@@ -145,6 +180,7 @@ class Gke(Place):
 
     def run(self, attempt: str, logs: Path) -> list[subprocess.Popen[bytes]]:
         name, file = self._name(attempt), logs / "jobset.yaml"
+        self._attempt, self._there, self._complete_s = attempt, 0, time.monotonic()
         files.replace(file, self._job_set(name))
         return [place.start(["bash", "-c", _FOLLOW, "follow", name, str(file), str(logs)], logs / "kubectl.txt")]
 

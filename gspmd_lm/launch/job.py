@@ -38,6 +38,9 @@ class Job:
     image: Annotated[str, "The container image with this package in it, where the place is gke."] = ""
     python: Annotated[str, "The Python that every node sees, where the place is slurm."] = ".venv/bin/python"
     time: Annotated[str, "The time limit of one job, where the place is slurm."] = "08:00:00"
+    elastic: Annotated[
+        bool, "Go on with fewer slices or nodes where not all can be had, and with other rules (train --elastic)."
+    ] = False
     max_retries: Annotated[int, Ge(0), "How often the run is started again."] = 100
     max_hours: Annotated[Positive | None, "Stop the run after this many hours. The default is no limit."] = None
     max_usd: Annotated[
@@ -54,7 +57,7 @@ class Job:
     def arguments(self) -> list[str]:
         """The flags of train."""
         try:
-            return shlex.split(self.train)
+            return [*shlex.split(self.train), *(["--elastic"] if self.elastic else ())]
         except ValueError as error:
             raise InputError(f"train: {self.train}: {error}\n  fix   close the quotation marks") from error
 

@@ -215,7 +215,7 @@ class Launch:
     def _wait_for(self, followers: Sequence[subprocess.Popen[bytes]], folder: Path, first: logs.Follower) -> None:
         """Returns when all have ended, when the slice is lost, or when those that are left have been killed."""
         looked, failed, stopped = time.monotonic(), None, None
-        while any(follower.poll() is None for follower in followers):
+        while None in [follower.poll() for follower in followers]:  # each is asked: `_has_failed` reads the answers
             time.sleep(self.waits.poll)
             self._show(first.lines())
             now = time.monotonic()

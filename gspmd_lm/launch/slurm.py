@@ -64,7 +64,7 @@ class Slurm(Place):
         return _SCRIPT.format(
             about=place.ABOUT,
             name=name,
-            nodes=nodes,
+            nodes=f"1-{nodes}" if self.job.elastic and nodes > 1 else nodes,  # as many as there are without a wait
             gpus=gpus,
             time=self.job.time,
             logs=logs,

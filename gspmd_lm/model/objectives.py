@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     def for_training(cls, config: Config) -> "Shape":
         """The sizes of a batch of training."""
         data = config.data
-        return cls(data.batch, data.seq, config.source_seq, config.image_rows, data.packing == "documents")
+        return cls(data.rows, data.seq, config.source_seq, config.image_rows, data.packing == "documents")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,7 +67,7 @@ def changes(config: Config | Task, plan: Plan) -> list[Change]:
 
 def _faster(chip: Chip) -> Iterator[tuple[str, Chip]]:
     parts = {
-        "links": ("ici_link_bytes_per_s", "die_link_bytes_per_s", "nvlink_bytes_per_s"),
+        "links": ("ici_link_bytes_per_s", "die_link_bytes_per_s", "nvlink_bytes_per_s", "peer_bytes_per_s"),
         "a network between slices or hosts": ("network_bytes_per_s",),
         "memory": ("hbm_bytes_per_s",),
         "a link to the host": ("host_link_bytes_per_s",),

@@ -422,11 +422,17 @@ class ModelTransfers(Transfers):
             one_token = node.shape == tuple(
                 1 if axis == "seq" else size for axis, size in zip(source, made_from.shape, strict=True)
             )
-            if made_from.array != node.array and made_from.shape == node.shape:
-                source = dict(zip(target, source.values(), strict=True))  # by dimension, whatever axes are called
+            dimensions = [*zip(made_from.shape, source.values(), strict=True)]
+            if node.shape != made_from.shape:  # then it may lack those of size 1
+                dimensions = [(size, names) for size, names in dimensions if size > 1]
+            is_renamed = made_from.array != node.array or [*source] != [*target]
+            if is_renamed and node.shape == tuple(size for size, _ in dimensions):
+                source = dict(zip(target, (names for _, names in dimensions), strict=True))
                 self.transfer(node.bytes, source, target, times=times)
-                if self.has_gradient(node):
-                    self.transfer(node.bytes, target, source, times=times)
+                if self.has_gradient(node):  # a sum over what reads it, which may be split where this is not
+                    read_by = {axis for one in self.graph.after([node]) for axis in mesh_axes(self.sharding(one))}
+                    summed_over = read_by & mesh_axes(source) - mesh_axes(target)
+                    self.transfer(node.bytes, target, source, summed_over, times)
             elif one_token and made_from.shape != node.shape:  # the devices that hold it send it to all
                 self.transfer(node.bytes, target, target, mesh_axes(source, "seq") - mesh_axes(target), times)
 

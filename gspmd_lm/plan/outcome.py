@@ -11,6 +11,7 @@ from gspmd_lm.foresight.timing.predict import Parts, differences, parts_s
 from gspmd_lm.foresight.whole_job import WholeJob
 from gspmd_lm.hardware.capacity import Assumptions, Price
 from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
+from gspmd_lm.plan.front import pareto_front
 from gspmd_lm.units import human_bytes, human_seconds
 
 DAY_S = 86400
@@ -178,12 +179,8 @@ def _known_parts(one: Candidate) -> Parts:
 
 
 def front(lines: Sequence[Line]) -> list[Line]:
-    """The Pareto front of time and memory: layouts of which none is both faster and smaller, the fastest first."""
-    fastest: list[Line] = []
-    for line in sorted(lines, key=lambda line: (line.step_time_s, line.peak_bytes)):
-        if not fastest or line.peak_bytes < fastest[-1].peak_bytes:
-            fastest.append(line)
-    return fastest
+    """The Pareto front of time and memory, the fastest first."""
+    return pareto_front(lines, lambda line: (line.step_time_s, line.peak_bytes))
 
 
 def to_json(outcomes: Sequence[Outcome]) -> dict[str, Any] | list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The exposed communication of a layout: what does not hide behind the compute of loops, on the links of the mesh."""
 
 import collections
+import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,10 +11,12 @@ import jax
 import numpy as np
 
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.hardware.network import Groups, Network, sent_bytes
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.operations import Offloaded
 from gspmd_lm.plan.transfers import EstimatedTransfer
+from gspmd_lm.runtime import quiet
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.rules import Rules
 
@@ -43,12 +46,7 @@ OUTSIDE_EXPOSED = {"tpu": 1.0, "gpu": 0.8}
 HOST_HIDDEN_SHARE = {"tpu": (0.5, 0.8), "gpu": (0.8, 0.8)}
 # How many copies XLA's scheduler for GPUs has under way at most.
 COPIES_UNDER_WAY = 2
-_WITHOUT_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # as in compile.py
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-}
+_HOST_OF_TPU = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
 
 
 class Overlap:
@@ -174,8 +172,7 @@ class Overlap:
         if not self.devices:
             numbers, zeros = tuple(range(rules.devices)), (0,) * rules.devices
             return {"ids": numbers, "coords": tuple((n,) for n in numbers), "slices": zeros, "hosts": zeros}
-        mesh = meshes.build(rules, self.devices)
-        return {"ids": tuple(device.id for device in mesh.devices.flat), **targets.device_locations(mesh)}
+        return targets.numbered_locations(meshes.build(rules, self.devices))
 
     def network(self, rules: Rules) -> tuple[Network, dict[str, Groups]]:
         """The links of a mesh, and the groups of devices that differ in some of its axes only."""
@@ -237,7 +234,10 @@ def _devices(target: Target) -> list[Any]:
     libtpu looks for the machine that it is on and complains where there is none, unless it is told one. jax's plugin
     for GPUs is refused on a machine without a GPU, unless jax is told to use the CPU.
     """
-    added = {name: value for name, value in _WITHOUT_TPU.items() if name not in os.environ}
+    if target.chip and target.chip.gpu and target.chip.gpu.compute_capability == targets.NO_CUDA:
+        target = dataclasses.replace(target, chip=CHIPS["h100"])  # any GPU of NVIDIA's stands at the same places
+    wanted = quiet.WITHOUT_TPU | _HOST_OF_TPU
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
     platforms: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_platforms", "cpu")

@@ -141,7 +141,7 @@ def _move_s(chip: Chip, move: MoveOp, shards: Shards) -> float:
     rows = math.prod(node.inputs[1].shape[:-1]) / devices
     width = node.shape[-1] if elements > rows else 1
     sizes, found_bytes = (round(elements / rows / width), width), elements / width * _pad(width) * node.itemsize
-    bandwidth, on_sparse_cores = op_time.hbm_bytes_per_s(chip), chip.name in gathers.SPARSECORE_CHIPS
+    bandwidth, on_sparse_cores = op_time.hbm_bytes_per_s(chip), chip.compiler_name in gathers.SPARSECORE_CHIPS
     return gathers.gather_s(rows, sizes, found_bytes, 8 * node.itemsize, chip, bandwidth, found_bytes, on_sparse_cores)
 
 

@@ -2,7 +2,7 @@
 
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.hardware.chips import CHIPS, Processor
+from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Rules
 
@@ -11,7 +11,7 @@ _TRITON = "xla_gpu_enable_triton_gemm"  # an option of XLA: its own matmuls conv
 
 def check_matmul_dtype(dtype: str | None, on: Processor) -> None:
     """CPUs simulate, and of a chip that is not in the table nothing is known."""
-    chip = CHIPS.get(on.name)
+    chip = on.chip
     if dtype and chip and not chip.peak_of_operands(dtype):
         other = next((name for name in ("int8", "fp8") if chip.peak_of_operands(name)), "null")
         raise InputError(
@@ -22,7 +22,7 @@ def check_matmul_dtype(dtype: str | None, on: Processor) -> None:
 
 def matmul_operands(config: Config, rules: Rules, on: Processor) -> str:
     """What is said of matmuls of 8 bits, and of weights that rest in 8 bits; '' where there are none."""
-    model, chip, simulated = config.model, CHIPS.get(on.name), " (simulated)" if on.platform == "cpu" else ""
+    model, chip, simulated = config.model, on.chip, " (simulated)" if on.platform == "cpu" else ""
     rest_in_8_bits = model.weight_dtype in EIGHT_BITS
     if model.matmul_dtype:
         said = f"{model.matmul_dtype} operands in products with block weights{simulated}; MFU is of the bf16 peak"

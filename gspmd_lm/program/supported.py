@@ -307,7 +307,7 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         wrong(f"{of_what} do not divide into {names} stages{rounds}", fix, instead)
     batch = rules.split("rules", "residual", "batch")
     shards = rules.microbatches * rules.num_shards(name for name in batch if name not in over)
-    rows, microbatches = config.data.batch, pipeline.microbatches
+    rows, microbatches = config.data.rows, pipeline.microbatches
     if microbatches % stages:
         able = [n for n in range(stages, rows + 1, stages) if rows % (n * shards) == 0]
         nearest = min(able, key=lambda n: abs(n - microbatches), default=None)
@@ -357,8 +357,8 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
     microbatches = rules.microbatches * (rules.pipeline.microbatches if rules.pipeline else 1)
     batch = [name for name in rules.split("rules", "residual", "batch") if name not in rules.stages]
     shards = microbatches * rules.num_shards(batch)
-    if config.data.batch % (shards * parts):
-        rows = config.data.batch / shards
+    if config.data.rows % (shards * parts):
+        rows = config.data.rows / shards
         message = f"interleave: the {rows:g} rows that a device computes at a time do not divide into {parts} parts"
         problems.append(Problem(message, place, f"make data.batch a multiple of {shards * parts}, or {without}"))
     return problems

@@ -10,6 +10,11 @@ import jax
 from gspmd_lm.runtime import processes
 
 
+_LONG_MS = 600_000
+_PAUSE_S = 0.2  # until the thread looks whether this process wants something
+_LEAVING = "leave"  # is announced as a thing when all processes leave
+
+
 class Agreement:
     """A context in which the processes of a run agree on the step after which all of them do something, such as stop.
 
@@ -18,7 +23,9 @@ class Agreement:
     step that follows the farthest one, which none of them has come to. For a step as such, nothing is sent. A process
     that is alone does things after the step that it is at.
 
-    A thread of each process answers, because the main thread may wait for a device, and so for another process.
+    A thread of each process answers, because the main thread may wait for a device, and so for another process. Another
+    one announces what this process wants. While nobody wants anything, nothing is sent: gRPC probes a connection after
+    traffic, and closes it if the other process, which may be stopped, does not answer within a minute.
     """
 
     def __init__(self, start: int):
@@ -29,7 +36,8 @@ class Agreement:
         self._standing = threading.Lock()  # whoever holds it keeps this process at its step
         self._left = threading.Event()
         self._error: Exception | None = None  # of the thread
-        self._thread: threading.Thread | None = None
+        self._key = ""  # under which the next thing is announced
+        self._threads: list[threading.Thread] = []
 
     def want(self, thing: str) -> None:
         """Asks for a thing to be done soon, unless it will be. A signal handler may call it, as it never waits."""
@@ -38,7 +46,7 @@ class Agreement:
 
     def due(self, step: int) -> set[str]:
         """The things to do after `step`. Each process asks once after every step."""
-        if not self._thread:
+        if not self._threads:
             wanted, self._wanted = self._wanted, {}
             return set(wanted)
         with self._standing:
@@ -50,17 +58,24 @@ class Agreement:
     def __enter__(self) -> "Agreement":
         if processes.several():
             name = processes.next_key("agreement")
-            self._thread = threading.Thread(target=self._answer, args=(name,), daemon=True)
-            self._thread.start()
+            self._threads = [
+                threading.Thread(target=self._answer, args=(name,), daemon=True),
+                threading.Thread(target=self._announce, daemon=True),
+            ]
+            for thread in self._threads:
+                thread.start()
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        if not self._thread:
+        if not self._threads:
             return
         if kind is None:
             processes.compare({})  # one that has not asked about its last step may want something: it needs an answer
         self._left.set()
-        self._thread.join()
+        if kind is None:  # all processes leave; where this one alone fails, its threads end with it
+            self._set(_LEAVING)
+            for thread in self._threads:
+                thread.join()
 
     def _answer(self, name: str) -> None:
         """Agrees on one thing after the other, until the context is left."""
@@ -80,13 +95,22 @@ class Agreement:
 
     def _next(self, key: str) -> str | None:
         """The thing that some process wants first; None when the context is left."""
+        self._key = key
         while not self._left.is_set():
-            for thing in list(self._wanted)[:1]:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has set it
-                    processes.client().key_value_set(key, thing)
-            if stored := processes.read_stored(key):
-                return stored
+            if (thing := processes.read_stored(key, _LONG_MS)) is not None:
+                return None if thing == _LEAVING else thing
         return None
+
+    def _announce(self) -> None:
+        """Announces what this process wants, until the context is left."""
+        while not self._left.wait(_PAUSE_S):
+            for thing in list(self._wanted)[:1]:
+                self._set(thing)
+
+    def _set(self, thing: str) -> None:
+        """Announces a thing, unless another process has announced one."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            processes.client().key_value_set(self._key, thing)
 
     def _farthest(self, key: str) -> int | None:
         """The step of the process that is farthest; None when the context is left."""

@@ -119,10 +119,10 @@ def _value(key: str, process: int, say: Callable[[str], None] = lambda _: None) 
     return value
 
 
-def read_stored(key: str) -> str | None:
-    """The value that is stored under `key` within _POLL_MS; None if there is none."""
+def read_stored(key: str, wait_ms: int = _POLL_MS) -> str | None:
+    """The value that is stored under `key` within `wait_ms`; None if there is none."""
     try:
-        return client().blocking_key_value_get(key, _POLL_MS)
+        return client().blocking_key_value_get(key, wait_ms)
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise

@@ -9,10 +9,15 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from gspmd_lm.versions import PACKAGE
+
+# For processes that compile for TPUs and use none: no metadata server outside Google's cloud is asked, and libtpu's
+# lock, which is for processes that use chips, is not taken.
+WITHOUT_TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 _DEVICE_FILES = {
     "cpu": ("/",),
     "gpu": ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"),
@@ -24,6 +29,18 @@ def collect_seldom(new_objects: int = 200_000) -> None:
     """Has this process look for garbage only after so many new objects. Imports and traces make many that live: to look
     through all of them took a tenth of the time."""
     gc.set_threshold(new_objects, 20, 50)
+
+
+def environment_without_accelerators(folders: Iterable[str]) -> dict[str, str]:
+    """The environment of a process that uses none of the accelerators here, and finds modules in `folders`, too."""
+    absolute = (str(Path(folder).absolute()) for folder in folders)
+    paths = (str(PACKAGE.parent), *absolute, os.environ.get("PYTHONPATH", ""))
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        **WITHOUT_TPU,
+    }
 
 
 def is_there(platform: str) -> bool:

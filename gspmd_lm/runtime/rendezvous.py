@@ -19,6 +19,7 @@ from gspmd_lm.files import json_value
 
 WAIT_S = 300.0  # for all processes
 WRONG_S = 5.0  # until an address that does not work counts as wrong
+GONE_S = 15.0  # for a process that has come and is gone, and may be started again by itself
 NEW_NAME_S = 60.0  # the same for the name of a pod, which Kubernetes makes known some time after the pod has started
 FIRST_REPORT_S = 4.0  # until the first line about those who are missing
 REPORT_S = 30.0  # between two such lines
@@ -39,8 +40,8 @@ def meet(address: str, count: int, number: int, say: Say) -> None:
     """Returns when all `count` processes of a run are there. number: of this process; 0 listens at `address`.
 
     Raises InputError if the host is not known or is another machine than that of process 0, if the port is taken, or if
-    two processes say that they are the same; RunFailed if one does not come within WAIT_S, if another program answers
-    at the address, or if names cannot be looked up now.
+    two processes say that they are the same; RunFailed if one does not come within WAIT_S, if one ends before all have
+    come, if another program answers at the address, or if names cannot be looked up now.
     """
     host, _, text = address.rpartition(":")
     host, port = host.strip("[]"), int(text)
@@ -108,6 +109,7 @@ def _is_here(host: str, port: int) -> bool:
 def _gather(host: str, port: int, address: str, count: int, say: Say) -> None:
     """Process 0: returns when all others have come, and has told them so."""
     there: dict[int, socket.socket] = {}
+    gone: dict[int, float] = {}  # process that has come and is gone -> since when
     told: list[socket.socket] = []  # of all that ever came
     began = time.monotonic()
     until, report_at = began + WAIT_S, began + FIRST_REPORT_S
@@ -123,6 +125,11 @@ def _gather(host: str, port: int, address: str, count: int, say: Say) -> None:
         try:
             while missing := [number for number in range(1, count) if not _is_open(there.get(number))]:
                 now = time.monotonic()
+                gone = {number: gone.get(number, now) for number in missing if number in there}
+                if lost := [number for number, since in gone.items() if now > since + GONE_S]:
+                    raise RunFailed(
+                        f"{_name_processes(lost)} ended before all {count} had come\n  fix   start all of them again"
+                    )
                 if now > until:
                     raise RunFailed(
                         f"process 0 waited {WAIT_S:.0f} s at {address} for {_name_processes(missing)}, in vain\n"
@@ -187,7 +194,7 @@ def _join(host: str, port: int, address: str, count: int, number: int, say: Say)
     """Another process: returns when process 0 says that all are there."""
     began = time.monotonic()
     until = began + WAIT_S + 2 * _ANSWER_S  # process 0, which knows who is missing, ends first
-    report_at, failure, strange_since = began + FIRST_REPORT_S, "no answer", None
+    report_at, failure, strange_since, gone_since = began + FIRST_REPORT_S, "no answer", None, None
     while (now := time.monotonic()) < until:
         strange = False
         try:
@@ -204,7 +211,7 @@ def _join(host: str, port: int, address: str, count: int, number: int, say: Say)
                         if answer["error"]:
                             raise (InputError if answer["code"] == WRONG_INPUT else RunFailed)(answer["error"])
                         return
-                    failure = "the connection was closed"
+                    failure, gone_since = "the connection was closed", time.monotonic()
         except OSError as error:
             failure = error.strerror or str(error)
         strange_since = (strange_since or now) if strange else None
@@ -214,6 +221,8 @@ def _join(host: str, port: int, address: str, count: int, number: int, say: Say)
                 "  fix   give the address at which process 0 listens; if this process alone was started again, "
                 "start all processes again"
             )
+        if gone_since and now > gone_since + GONE_S:
+            raise RunFailed(f"process 0 ended before all {count} had come\n  fix   start all of them again")
         if now > report_at:
             say(f"waiting for process 0 at {address} ({failure})")
             report_at += REPORT_S

@@ -1,4 +1,4 @@
-"""A watchdog over the steps of a run: it says which step hangs and for which process it waits, and ends the run."""
+"""A watchdog over a run: it says what takes too long and for which process it waits, and ends the run."""
 
 import collections
 import contextlib
@@ -8,7 +8,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -17,28 +18,49 @@ from gspmd_lm.runtime import endings, processes
 from gspmd_lm.units import human_seconds
 
 LATE = 10  # a step is late when it has taken so many times the median
-LATE_S = 60.0  # and at least this long
+LATE_S = 60.0  # and at least this long, and so is anything else that is watched
 TICK_S = 5.0  # between two looks, and between two reports of a process
 STEPS = 101  # the median is that of so many steps
+WHOLE = 6  # what comes in one piece, such as a save, may take so many times as long as a step
+
+_STEP = {"steps", "data"}  # the kinds of time that make a step
+_WHOLE = {"saves", "compile", "restore"}
+# Kind of time -> what the process is at. Time of other kinds, such as that of reading a corpus, is not watched.
+_WATCHED = {
+    "steps": "step {next}",
+    "data": "step {next}",
+    "evaluation": "a batch or the samples of the evaluation after step {done}",
+    "saves": "saving step {done}",
+    "compile": "compiling",
+    "restore": "making or restoring the state",
+}
 
 
 class Watchdog:
-    """A context in which a step that is late is reported once, and a step that never ends ends all processes.
+    """A context in which what is late is reported once, and what never ends ends all processes.
 
-    One thread of each process looks at the clock. Another one reports to the first process, through the key-value store
-    of the run, at which step its process is. Time in which a process is stopped as a whole does not count.
+    `begin` says what the process is at, as a kind of time. A step and a batch of an evaluation end with a `beat`.
+
+    One thread of each process looks at the clock. If something takes half as long as makes it late, another thread
+    reports to the first process, through the key-value store of the run, what its process is at. Before, nothing is
+    sent: gRPC closes a connection on which it expects an answer, if the other process is stopped for a minute. Time in
+    which this process is stopped as a whole does not count.
     """
 
-    def __init__(self, start: int, hang_minutes: float, say: Callable[[str], None]):
-        """start: the step that the run is at. hang_minutes: until a run ends; 0 means never. say: prints a line."""
-        self.done, self.hang_s, self.say = start, 60 * hang_minutes, say
+    def __init__(self, hang_minutes: float, say: Callable[[str], None]):
+        """hang_minutes: until a run ends; 0 means never. say: prints a line."""
+        self.done, self.hang_s, self.say = 0, 60 * hang_minutes, say
+        # Is told the kind and the seconds of a part that was late, once it is done or ends the run.
+        self.count_hang: Callable[[str, float], None] = lambda kind, seconds: None
         self.taken_s: collections.deque[float] = collections.deque(maxlen=STEPS)
-        self._waited_s, self._said, self._paused = 0.0, False, 0
-        self._began = time.monotonic()  # of the step that is computed
+        self._kind = "start"
+        self._waited_s, self._said = 0.0, False  # in the present part, and whether a line was said about it
+        self._near = False  # whether the present part has taken half as long as makes it late
+        self._began = time.monotonic()  # of the part that is computed
         self._left, self._lock = threading.Event(), threading.Lock()
         self._reported_at = time.monotonic()
-        self._heard: dict[int, tuple[int, int]] = {}  # process -> its last report: a count and a step
-        self._ends = False  # whether a step hangs, here or in another process
+        self._reports: dict[int, list[Any]] = {}  # process -> its last one: a count, the step done, what it is at
+        self._ends = False  # whether something hangs, here or in another process
 
     def __enter__(self) -> "Watchdog":
         self.several = processes.several()
@@ -55,102 +77,120 @@ class Watchdog:
         for thread in self._threads:
             thread.join(TICK_S)
 
-    def beat(self, step: int) -> None:
-        """Notes that `step` is done."""
+    def begin(self, kind: str) -> None:
+        """Notes that the process now spends its time on `kind`."""
+        with self._lock:
+            hung = None if {kind, self._kind} <= _STEP else self._restart(time.monotonic())
+            self._kind = kind
+        self._count(hung)
+
+    def beat(self, step: int | None = None) -> None:
+        """Notes that a part is done: `step`, or a batch of an evaluation."""
         now = time.monotonic()
         with self._lock:
-            self.taken_s.append(now - self._began)
-            self.done = step
-            self._restart(now)
+            if step is not None:
+                self.taken_s.append(now - self._began)
+                self.done = step
+            hung = self._restart(now)
+        self._count(hung)
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """A context for what is no step and may take long, such as a save. Nothing is late while it lasts."""
-        with self._lock:
-            self._paused += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._paused -= 1
-                self._restart(time.monotonic())
+    def _restart(self, now: float) -> tuple[str, float] | None:
+        """Begins a new part. Returns the kind and the seconds of the old one, if it was late."""
+        hung = (self._kind, self._waited_s) if self._said else None
+        self._began, self._waited_s, self._said, self._near = now, 0.0, False, False
+        return hung
 
-    def _restart(self, now: float) -> None:
-        self._began, self._waited_s, self._said = now, 0.0, False
+    def _count(self, hung: tuple[str, float] | None) -> None:
+        if hung:
+            self.count_hang(*hung)
+
+    def _at(self) -> str:
+        """What the process is at, in words."""
+        return _WATCHED.get(self._kind, self._kind).format(done=self.done, next=self.done + 1)
 
     def _look(self) -> None:
-        """Looks at the clock until the context is left; ends the process if a step hangs."""
+        """Looks at the clock until the context is left; ends the process if something hangs."""
         before = time.monotonic()
         while not self._left.wait(TICK_S):
             now = time.monotonic()
             with self._lock:
-                if not self._paused:
+                if self._kind in _WATCHED:
                     self._waited_s += min(now - before, 2 * TICK_S)  # it is more where this process was stopped
-                waited_s, usual_s = self._waited_s, statistics.median(self.taken_s) if self.taken_s else 0.0
-                late = waited_s > max(LATE_S, LATE * usual_s) and not self._said
-                hangs = self.hang_s > 0 and waited_s > max(self.hang_s, LATE * usual_s)
+                waited_s, at = self._waited_s, self._at()
+                usual_s = statistics.median(self.taken_s) if self.taken_s and self._kind in _STEP else 0.0
+                late_s, hang_s = max(LATE_S, LATE * usual_s), max(self.hang_s, LATE * usual_s)
+                self._near = waited_s > late_s / 2
+                late = waited_s > late_s and not self._said
+                hangs = self.hang_s > 0 and waited_s > hang_s * (WHOLE if self._kind in _WHOLE else 1)
             before = now
             if hangs or self._ends:
-                self._end(waited_s)
-            elif late and (line := self._describe(waited_s, usual_s)):
+                self._end(waited_s, at)
+            elif late and (line := self._describe(waited_s, usual_s, at)):
                 self._said = True
                 self.say(line)
 
-    def _describe(self, waited_s: float, usual_s: float) -> str:
-        """The line about a late step; '' where another process says it, or where one more look is needed."""
+    def _describe(self, waited_s: float, usual_s: float, at: str) -> str:
+        """The line about what is late; '' where another process says it, or where one more look is needed."""
         times = f", {waited_s / usual_s:.0f} times the usual {human_seconds(usual_s)}" if usual_s else ""
-        line = f"warning: step {self.done + 1} has taken {waited_s:.0f} s{times}"
+        line = f"warning: {at} has taken {waited_s:.0f} s{times}"
         if not self.several:
             return line
         if self._index:  # the first process says it, unless it is the one that does not answer
             return f"{line}; process 0 does not answer" if self._silent_s() > 3 * TICK_S else ""
-        before, self._heard = self._heard, self._read()
+        before, self._reports = self._reports, self._read()
         if not before:
             return ""
-        silent = [number for number, report in self._heard.items() if before.get(number) == report]
-        silent += [number for number in range(1, jax.process_count()) if number not in self._heard]
-        steps = {number: step for number, (_, step) in self._heard.items()} | {0: self.done}
-        behind = [number for number, step in steps.items() if step < max(steps.values()) and number not in silent]
-        who = [f"process {number} does not answer" for number in sorted(silent)]
-        who += [f"process {number} has done step {steps[number]} only" for number in sorted(behind)]
-        return f"{line}; {', '.join(who[:8]) or 'all processes answer, and wait in this step'}"
+        who, most = [], max([self.done, *(step for _, step, _ in self._reports.values())])
+        for number in range(1, jax.process_count()):
+            report = self._reports.get(number)
+            if report is None or report == before.get(number):
+                who.append(f"process {number} does not answer")
+            elif report[1] < most:
+                who.append(f"process {number} has done step {report[1]} only")
+            elif report[2] != at:
+                who.append(f"process {number}: {report[2]}")
+        return f"{line}; {', '.join(who[:8]) or 'all processes answer, and wait in the same place'}"
 
     def _silent_s(self) -> float:
         """How long the first process has not taken a report."""
         return time.monotonic() - self._reported_at
 
-    def _end(self, waited_s: float) -> None:
+    def _end(self, waited_s: float, at: str) -> None:
         """Writes the stacks of all threads into the log, has the other processes do so too, and ends this one."""
         self._ends = True
         number = f"process {self._index}: " if self.several else ""
-        print(f"{number}step {self.done + 1} hangs; the Python stacks:", file=sys.stderr, flush=True)
+        print(f"{number}{at} hangs; the Python stacks:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+        counting = threading.Thread(target=self.count_hang, args=(self._kind, waited_s), daemon=True)
+        counting.start()
+        counting.join(TICK_S)  # it may write to what hangs
         if self.several:
             time.sleep(2 * TICK_S)  # until all others have heard of it, and have written theirs
         endings.end(
             FAILED,
-            f"{number}step {self.done + 1} has not ended within {waited_s:.0f} s, and the run ends\n"
-            "  fix   start the same command again: it goes on from the newest checkpoint. A limit for longer steps is "
-            "--set train.hang_minutes=30, and 0 is none",
+            f"{number}{at} has not ended within {waited_s:.0f} s, and the run ends\n"
+            "  fix   start the same command again: it goes on from the newest checkpoint. "
+            "--set=train.hang_minutes=30 waits longer, and 0 without end",
         )
 
     def _report(self) -> None:
-        """Reports the step of this process until the context is left, and hears whether a step hangs elsewhere."""
+        """Reports what this process is at while it is near being late, and hears whether something hangs elsewhere."""
         store, count = processes.client(), 0
-        while not self._left.is_set():
+        while not self._left.wait(TICK_S):
+            if not self._near and not self._ends:
+                self._reported_at = time.monotonic()
+                continue
             count += 1
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # no answer of the first process: `_describe` says it
-                store.key_value_set(
-                    f"{self._name}/at/{self._index}", json.dumps([count, self.done]), allow_overwrite=True
-                )
+                report = json.dumps([count, self.done, self._at()])
+                store.key_value_set(f"{self._name}/at/{self._index}", report, allow_overwrite=True)
                 self._reported_at = time.monotonic()
                 if self._ends:
                     store.key_value_set(f"{self._name}/ends/{self._index}", "", allow_overwrite=True)
                 self._ends = self._ends or bool(store.key_value_dir_get(f"{self._name}/ends"))
-            self._left.wait(TICK_S)
 
-    def _read(self) -> dict[int, tuple[int, int]]:
+    def _read(self) -> dict[int, list[Any]]:
         """The last report of each process but the first."""
         found = processes.client().key_value_dir_get(f"{self._name}/at")
         reports = {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
-        return {number: (count, step) for number, (count, step) in reports.items() if number}
+        return {number: report for number, report in reports.items() if number}

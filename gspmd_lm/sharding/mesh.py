@@ -101,4 +101,4 @@ def processor(device: Any) -> Processor:
     version = str(getattr(device, "compute_capability", "")) if name == "gpu" else ""
     capability = tuple(map(int, version.split("."))) if re.fullmatch(r"\d+\.\d+", version) else (0, 0)
     chip = chip_of(device.device_kind)
-    return Processor(name, chip.name if chip else device.device_kind, capability if name == "gpu" else ())
+    return Processor(name, chip.name if chip else device.device_kind, capability if name == "gpu" else (), chip)

@@ -18,6 +18,7 @@ from gspmd_lm.units import plural
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
+REMATS = ("none", "block", "dots")  # which activations are kept for the backward pass, where no names say it
 CONTEXTS = ("gather", "ring", "ulysses")  # the forms of context parallelism
 GATHERS = ("turn", "step")  # in which of them stages of a pipeline gather their weights, and sum their gradients, once
 KEEPS = ("layers", "stage")  # of which stages keep what the backward pass needs: by `remat`, or the input alone
@@ -368,6 +369,12 @@ class Rules:
                 place, fix = self.place(f"mesh.{name}", size), f"map an axis to {name}, or drop it"
                 problems.append(Problem(message, place, fix, warning=True, code="work-repeated"))
         return problems
+
+
+def describe_split(axes: Sequence[str], spec: Sequence[Sequence[str]]) -> str:
+    """The split dimensions of an array as 'embed/fsdp heads/tensor'; 'replicated' if there are none."""
+    parts = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
+    return " ".join(parts) or "replicated"
 
 
 def divisors(number: int) -> list[int]:

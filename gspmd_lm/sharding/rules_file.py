@@ -20,6 +20,7 @@ from gspmd_lm.sharding.rules import (
     KEEPS,
     KERNELS,
     MESH_AXES,
+    REMATS,
     SCHEDULES,
     TABLES,
     Pipeline,
@@ -200,7 +201,7 @@ class _Reader:
             vocabulary=self.vocabulary,
             mesh=mesh,
             rows=rows,
-            remat=self.remat(raw.get("remat", "none")),
+            remat=self.remat(raw.get("remat", REMATS[0])),
             microbatches=microbatches if self.size(microbatches, "microbatches", "microbatches") else 1,
             unroll=self.unroll(raw.get("unroll")),
             attention=self.attention(raw.get("attention")),
@@ -266,9 +267,9 @@ class _Reader:
 
     def remat(self, value: Any) -> Remat:
         if not isinstance(value, dict):
-            policies = "none", "block", "dots", "{save: [q, k, v], offload: [residual]}"
+            policies = *REMATS, "{save: [q, k, v], offload: [residual]}"
             good = self.check_word(value, policies, "remat: unknown policy", "remat", value)
-            return Remat(value if good else "none")
+            return Remat(value if good else REMATS[0])
         lists: dict[str, list[str]] = {"save": [], "offload": []}
         for key, names in value.items():
             if not self.check_word(key, lists, "remat: unknown entry", f"remat.{key}", names):

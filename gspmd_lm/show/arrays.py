@@ -9,10 +9,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from gspmd_lm.foresight.table import PlacedArray, Spec, split
+from gspmd_lm.foresight.table import PlacedArray, Spec
 from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.problems import flow
-from gspmd_lm.sharding.rules import CONTEXTS, EXPERT_BUFFER, MESH_AXES, Rules
+from gspmd_lm.sharding.rules import CONTEXTS, EXPERT_BUFFER, MESH_AXES, Rules, describe_split
 from gspmd_lm.units import plural
 
 COLOURS: dict[str, str] = dict(zip(MESH_AXES, ("green", "cyan", "magenta", "yellow", "blue", "red"), strict=True))
@@ -107,7 +107,7 @@ def _colour_axes(axes: tuple[str, ...], spec: Spec, form: Form) -> Text:
         for axis, names in zip(axes, spec, strict=True)
         if names
     ]
-    return Text("\n" if form.stacked else " ").join(parts) if parts else Text(split(axes, spec), WHOLE)
+    return Text("\n" if form.stacked else " ").join(parts) if parts else Text(describe_split(axes, spec), WHOLE)
 
 
 def keys(rules: Rules, batch_rows: int) -> Iterator[str]:

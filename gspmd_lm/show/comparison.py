@@ -10,10 +10,11 @@ from typing import Protocol
 from rich.console import Console
 
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.table import PlacedArray, split
+from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.predict import differences
 from gspmd_lm.hardware.capacity import Assumptions
 from gspmd_lm.plan.row_changes import RowComparison
+from gspmd_lm.sharding.rules import describe_split
 from gspmd_lm.show import html, row_changes, terminal
 from gspmd_lm.show.document import (
     Cell,
@@ -146,9 +147,9 @@ def mesh_section(layout: Layout, number: int) -> Section:
         {
             "array": array.path,
             "whole": ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True)),
-            "split at rest": "-" if array.at_rest is None else split(array.axes, array.at_rest),
-            **({} if layout.phase == "step" else {"split in use": split(array.axes, array.in_use)}),
-            **({"optimizer state": "-" if state is None else split(array.axes, state.split)} if states else {}),
+            "split at rest": "-" if array.at_rest is None else describe_split(array.axes, array.at_rest),
+            **({} if layout.phase == "step" else {"split in use": describe_split(array.axes, array.in_use)}),
+            **({"optimizer state": describe_split(array.axes, state.split) if state else "-"} if states else {}),
             "per device": human_bytes(array.bytes_per_device),
         }
         for array in layout.arrays

@@ -10,9 +10,9 @@ from rich.text import Text
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import table
-from gspmd_lm.foresight.table import PlacedArray, Spec, split
+from gspmd_lm.foresight.table import PlacedArray, Spec
 from gspmd_lm.program.task import Task
-from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.rules import Rules, describe_split
 from gspmd_lm.sharding.shapes import Arrays, pairs
 from gspmd_lm.show import arrays as tables
 from gspmd_lm.show import blocks, comparison, html, svg
@@ -139,7 +139,7 @@ def _about(array: PlacedArray) -> str:
 
 
 def _placement(array: PlacedArray, spec: Spec, cut: blocks.Blocks) -> str:
-    return f"{split(array.axes, spec)}, {cut.about}"
+    return f"{describe_split(array.axes, spec)}, {cut.about}"
 
 
 def picture(dry_run: DryRun, names: Sequence[str]) -> str:
@@ -157,7 +157,7 @@ def picture(dry_run: DryRun, names: Sequence[str]) -> str:
         for when, spec, size in states:
             cut = blocks.cut_array(array.axes, array.shape, spec, dry_run.mesh)
             held = f"{human_bytes(size)} a device" if size else ""
-            panels.append(blocks.Panel(f"{name}, {when}", split(array.axes, spec), held, cut))
+            panels.append(blocks.Panel(f"{name}, {when}", describe_split(array.axes, spec), held, cut))
     return blocks.picture(_title(dry_run), panels)
 
 

@@ -193,7 +193,7 @@ def estimate_error(plan: Plan) -> str:
     if plan.estimate_error is not None:
         return f"corrected estimates missed the layouts compiled here by {plan.estimate_error:.1%} in the mean"
     where = f"{chip.name}, {'several' if known_errors.is_several(plan.target) else 'one'} "
-    where += {"tpu": "slice", "gpu": "host"}[chip.platform] + "s" * known_errors.is_several(plan.target)
+    where += ("slice" if chip.platform == "tpu" else "host") + "s" * known_errors.is_several(plan.target)
     if known is None:
         return f"no estimates were compared with compiled layouts of {where}"
     return (

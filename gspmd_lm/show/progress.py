@@ -17,7 +17,7 @@ def progress(console: Console) -> Progress:
     """
     stage, began, before, shown = "", 0.0, 0, 0.0
 
-    def show(what: str, done: int, total: int) -> None:
+    def show(what: str, done: int, total: int, rate: str = "", /) -> None:
         nonlocal stage, began, before, shown
         now = time.monotonic()
         if what != stage:
@@ -31,9 +31,11 @@ def progress(console: Console) -> Progress:
         shown = now
         left = (now - began) * (total - done) / (done - before) if done > before else 0.0
         time_left = f", {left:.0f} s left" if 0 < left < 90 else f", {left / 60:,.0f} min left" if left else ""
-        line = f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {done / total:.0%}{time_left}"
+        line = (
+            f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {done / total:.0%}{rate and f', {rate}'}{time_left}"
+        )
         if console.is_terminal:
-            console.print(f"{line:<70}", end="\n" if ended else "\r", highlight=False)
+            console.print(f"{line:<90}", end="\n" if ended else "\r", highlight=False)
         else:
             console.print(line, highlight=False)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.table import split
 from gspmd_lm.plan.estimate import Estimate
 from gspmd_lm.plan.row_changes import ArrayChange, Change, CollectiveChange, RowComparison
+from gspmd_lm.sharding.rules import describe_split
 from gspmd_lm.show import html, terminal
 from gspmd_lm.show.document import Cell, Column, Row, Section, Table, Text
 from gspmd_lm.units import human_bytes, human_seconds, plural
@@ -191,7 +191,7 @@ def _say_splits(change: ArrayChange) -> str:
     if before is None or after is None:
         array = after or before
         assert array
-        return f"{'new' if after else 'gone'}, {split(array.axes, array.in_use)}"
+        return f"{'new' if after else 'gone'}, {describe_split(array.axes, array.in_use)}"
     pairs = {"at rest": (before.at_rest, after.at_rest), "in use": (before.in_use, after.in_use)}
     pairs["in optimizer state"] = (
         before.optimizer and before.optimizer.split,
@@ -200,10 +200,10 @@ def _say_splits(change: ArrayChange) -> str:
     where = collections.defaultdict[str, list[str]](list)
     for name, (was, becomes) in pairs.items():
         if was is not None and becomes is not None and was != becomes:
-            where[f"{split(before.axes, was)} -> {split(after.axes, becomes)}"].append(name)
+            where[f"{describe_split(before.axes, was)} -> {describe_split(after.axes, becomes)}"].append(name)
     if not where:  # the same mesh axes in other sizes
         placed = next((one for _, one in pairs.values() if one and any(one)), after.in_use)
-        return f"{split(after.axes, placed)}, in other sizes"
+        return f"{describe_split(after.axes, placed)}, in other sizes"
     if after.at_rest is None:
         return next(iter(where))
     return "; ".join(f"{_join(names)}, {words}" for words, names in where.items())

@@ -15,7 +15,7 @@ from gspmd_lm.workdir.wall_time import KINDS, goodput
 
 BINS = 300  # a longer line is drawn as the median and the range of so many pieces
 FAR = 3  # a value so many times as far out as nearly all values is not drawn
-COLOURS = "other", "attention", "host", "matmul", "batch", "optimizer", "wait", "idle"  # kinds of parts of a bar
+COLOURS = "other", "attention", "host", "matmul", "batch", "optimizer", "wait", "hang", "idle"  # of parts of a bar
 WALL = dict(zip(KINDS, COLOURS, strict=True))  # kind of wall time -> the kind of a part
 HUES = (212, 28, 160, 330, 265, 95, 0, 190)  # of runs
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from gspmd_lm.config import Config
-from gspmd_lm.hardware.chips import CHIPS, Processor
+from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.program import supported
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import GATHERS, Rules
@@ -55,7 +55,7 @@ def gather_choice(task: Task, rules: Rules, on: Processor) -> str:
         return f"{TURN}, since schedule: 1f1b does not go with {STEP}"
     if problems := supported.gather_problems(config.model, rules, place):
         return f"{TURN}, since {problems[0].message.rpartition(f'{STEP}: ')[2]}"
-    chip = CHIPS.get(on.name)
+    chip = on.chip
     if chip is None:
         return f"{TURN}, since the memory of {on.name} is not known"
     more_bytes, all_bytes = _count_held_bytes(task, rules)

@@ -88,6 +88,11 @@ class Run:
         assert self.step.task.train is not None, "the session has checked it"
         return self.step.task.train
 
+    @property
+    def batch(self) -> int:
+        """The rows that a step takes from the data."""
+        return self.step.config.data.batch if self.step.config else self.step.task.rows
+
     @functools.cached_property
     def rows(self) -> tuple[Rows, Rows | None]:
         """The rows to train on, and those that are held out. Every process has the same rows."""
@@ -111,13 +116,15 @@ class Run:
             if chosen and (chosen.step >= stop or best.ends(self.settings.patience)):
                 self.say(saving.nothing_to_do(chosen.step, stop, best, self.settings.patience))
                 return {}
-            training = _Training(self, checkpoints, stop, best, *self._begin(checkpoints, chosen))
-            try:
-                return training.train(chosen)
-            except (RunFailed, OSError) as error:
-                if message := saving.describe_unsaved(error, self.workdir, checkpoints, training.done):
-                    raise RunFailed(message) from error
-                raise
+            with Watchdog(self.settings.hang_minutes, _log.warning) as watchdog:
+                self.wall_time.observe, watchdog.count_hang = watchdog.begin, self.wall_time.count_hang
+                training = _Training(self, checkpoints, watchdog, stop, best, *self._begin(checkpoints, chosen))
+                try:
+                    return training.train(chosen)
+                except (RunFailed, OSError) as error:
+                    if message := saving.describe_unsaved(error, self.workdir, checkpoints, training.done):
+                        raise RunFailed(message) from error
+                    raise
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:
         """The metrics of the held-out rows under the checkpoint of `step`, by default the newest of the workdir."""
@@ -163,7 +170,7 @@ class Run:
         if chosen.extra.get("data") != self.rows[0].fingerprint:
             self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
         changes = history.changes(self.workdir, describe_run(self.config or self.step.task))
-        changes += saving.moved_rows(chosen.step, chosen.extra, self.step.task.rows)
+        changes += saving.moved_rows(chosen.step, chosen.extra, self.batch)
         self.say("\n".join([f"restored step {chosen.step} of {self.workdir}", *changes]))
         return chosen.step, state
 
@@ -184,13 +191,22 @@ class Run:
             self.programs.ready(None)
             self.evaluates = True
 
-    def held_out_metrics(self, params: Any, step: int) -> dict[str, float]:
-        """The metrics of the held-out rows, of which at most train.eval_batches batches are read."""
+    def held_out_metrics(self, params: Any, step: int, beat: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The metrics of the held-out rows, of which at most train.eval_batches batches are read.
+
+        beat: is called after each batch.
+        """
         _, held_out_rows = self.rows
         assert held_out_rows is not None
         program = self.programs.ready(self.programs.evaluate())
         batches = held_out_rows.batches(0, self.step.batch_shardings, self.settings.eval_batches)
-        values = self.step.task.evaluation_values(progress.add_totals(program(params, batch) for _, batch in batches))
+
+        def totals() -> Iterator[Any]:
+            for _, batch in batches:
+                yield program(params, batch)  # it is read before the next one is asked for
+                beat()
+
+        values = self.step.task.evaluation_values(progress.add_totals(totals()))
         self.say(f"step {step}: held-out {progress.scores(values)}")
         return values
 
@@ -214,10 +230,18 @@ class _Training:
     """The steps of a run: the state between two of them, and what is done after each."""
 
     def __init__(
-        self, run: Run, checkpoints: Checkpoints, stop: int, best: Best, start: int, state: State, program: Any
+        self,
+        run: Run,
+        checkpoints: Checkpoints,
+        watchdog: Watchdog,
+        stop: int,
+        best: Best,
+        start: int,
+        state: State,
+        program: Any,
     ):
         """program: (state, batch) -> (state, values), with the state of step `start` donated."""
-        self.run, self.checkpoints, self.program = run, checkpoints, program
+        self.run, self.checkpoints, self.watchdog, self.program = run, checkpoints, watchdog, program
         self.config, self.say, self.is_main = run.settings, run.say, run.machine.is_main
         self.start, self.stop, self.done = start, stop, start
         self.wall_time = run.wall_time
@@ -244,7 +268,6 @@ class _Training:
             contextlib.closing(run.rows[0].batches(start, run.step.batch_shardings, self.stop)) as batches,
             self.shown.bar,
             self._counting_time(),
-            Watchdog(start, self.config.hang_minutes, _log.warning) as self.watchdog,
             progress.profile_steps(run.profile, start, self.stop, run.workdir / "profile", self.say) as trace,
         ):
             if chosen and "best" in chosen.extra and self._is_scheduled(start) and self.best.evaluated != start:
@@ -268,7 +291,7 @@ class _Training:
                     self.checkpoints.wait()
                     self.say(f"saved step {self.done}; once that row is mended, the same command goes on from there")
                 raise
-            with self.wall_time.spending("saves"), self.watchdog.pause():
+            with self.wall_time.spending("saves"):
                 self.checkpoints.wait()  # before anything is promised, and while signals cannot end this process
             self._say_how_it_ended()
         return self.last
@@ -277,10 +300,15 @@ class _Training:
     def _counting_time(self) -> Iterator[None]:
         """A context of the steps, whose wall time is counted with that of earlier starts and logged at the end."""
         self.wall_time.add_earlier(self.log.wall_s)
+        self.watchdog.done, self.watchdog.count_hang = self.start, self._count_hang
         with self.wall_time.spending("steps"):
             yield
         if self.done > self.start:
             self.log.write(self.done, self.wall_time.totals())
+
+    def _count_hang(self, kind: str, seconds: float) -> None:
+        self.wall_time.count_hang(kind, seconds)
+        self.log.write(self.done, self.wall_time.totals())
 
     def _waiting(self, batches: Any) -> Iterator[Any]:
         """The batches. The time spent waiting for them is counted, also as that of the steps since the last log."""
@@ -349,11 +377,11 @@ class _Training:
         run, best = self.run, self.best
         extra = {
             "data": run.rows[0].fingerprint,
-            "batch": run.step.task.rows,
+            "batch": run.batch,
             "rules": run.step.rules.path,
             "best": dataclasses.asdict(best),
         }
-        with self.save_clock.saving(), self.wall_time.spending("saves"), self.watchdog.pause():
+        with self.save_clock.saving(), self.wall_time.spending("saves"):
             self.checkpoints.save(self.done, self.state, extra, keep=best.step if self.config.keeps_best else None)
         self.meter.restart(self.done)
 
@@ -366,10 +394,10 @@ class _Training:
         run, step, params = self.run, self.done, self.state.params
         if run.rows[1] is None:
             return
-        with self.meter.once(), self.wall_time.spending("compile"), self.watchdog.pause():
+        with self.meter.once(), self.wall_time.spending("compile"):
             run.compile_evaluation()
-        with self.wall_time.spending("evaluation"), self.watchdog.pause():
-            values = run.held_out_metrics(params, step)
+        with self.wall_time.spending("evaluation"):
+            values = run.held_out_metrics(params, step, self.watchdog.beat)
             texts = [Sample(*pair) for pair in run.writer(params)] if run.writer else []
         self.log.write(step, values)
         self.log.write_samples(step, texts)

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,18 @@ def write_description(
         "versions": versions.installed_versions(packages) | {"device": device},
     }
     files.replace(workdir / layout.ABOUT, json.dumps(about, indent=2) + "\n")
+
+
+def count_devices(workdir: epath.Path) -> int:
+    """How many devices a run had when it was last started; 0 if nothing says it."""
+    path = workdir / layout.ABOUT
+    return _count_devices(json_object(paths.read_text(path), path)) if path.exists() else 0
+
+
+def _count_devices(about: Mapping[str, Any]) -> int:
+    mesh = about.get("mesh")
+    sizes = [*mesh.values()] if isinstance(mesh, dict) else []
+    return math.prod(sizes) if sizes and all(type(size) is int and size > 0 for size in sizes) else 0
 
 
 def changes(workdir: epath.Path, config: Mapping[str, Any]) -> list[str]:
@@ -140,6 +153,11 @@ class RunHistory:
     def step_tokens(self) -> int:
         """The tokens of one step; 0 if the config does not say it."""
         return self.whole("data", "batch") * self.whole("data", "seq")
+
+    @property
+    def devices(self) -> int:
+        """How many devices it had when it was last started; 0 if nothing says it."""
+        return _count_devices(self.about)
 
     def whole(self, section: str, key: str) -> int:
         """A setting that is a number above 0; 0 if the config has none there."""

@@ -8,6 +8,7 @@ from etils import epath
 from gspmd_lm import files
 
 CONFIG, RULES = "config.yaml", "rules.yaml"  # as resolved
+BEGINNING = "beginning.json"  # of a run with --elastic: the rules and devices from which it derives other ones
 ABOUT = "versions.json"  # the command, the versions and the machine
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 CHECKPOINTS = "checkpoints"

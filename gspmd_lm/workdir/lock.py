@@ -25,13 +25,15 @@ import filelock
 from etils import epath
 
 from gspmd_lm import files
-from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.errors import FAILED, InputError, RunFailed
 from gspmd_lm.files import json_object
 from gspmd_lm.runtime import endings
 from gspmd_lm.workdir.layout import CONFIG, HOLDER, LOCK
 
-BEAT_S = 30.0
-STALE_S = 300.0  # how long a holder may be silent
+BEAT_S = 10.0
+AGED_S = 30.0  # how long a holder may be silent whose last beat is older than STALE_S by the clocks of both hosts
+STALE_S = 60.0  # how long any holder may be silent
+WAIT_S = 300.0  # how long a start waits for a holder that lives: it may be a run that saves and ends
 
 Say = Callable[[str], None]
 
@@ -175,8 +177,11 @@ class _Beating:
     """A lock that is an object of a store: created only if it does not exist, and rewritten every BEAT_S.
 
     It is stale if its holder was a process of this machine that is gone. It is stale if a waiting start saw no new beat
-    for STALE_S. It is also stale if its last beat is older than STALE_S and no new one came for longer than BEAT_S. The
-    first two rules need no clock but the waiting process's own.
+    for STALE_S. It is also stale if its last beat is older than STALE_S and no new one came for AGED_S. The first two
+    rules need no clock but the waiting process's own.
+
+    A holder may be alive and silent: its process was stopped, or it did not reach the store. So a holder that has not
+    beaten for AGED_S reads the lock before it goes on, and one that finds its lock taken ends.
     """
 
     def __init__(self, url: str, say: Say):
@@ -186,6 +191,7 @@ class _Beating:
         self.url, self.say = url, say
         self.mine = _me() | {"token": secrets.token_hex(8)}
         self.lost = ""
+        self.beaten_at = 0.0  # by time.monotonic
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._beat, daemon=True)
 
@@ -202,36 +208,39 @@ class _Beating:
 
     def _give_back(self) -> None:
         self.ended.set()
+        if self.lost:
+            return
         if self.thread.is_alive():
             self.thread.join(BEAT_S)
-        if not self.lost and (held := self._read()) and held.get("token") == self.mine["token"]:
+        if (held := self._read()) and held.get("token") == self.mine["token"]:
             self.store.rm_file(self.path)
 
     def check(self) -> None:
         """Raises RunFailed if the lock was lost."""
+        if time.monotonic() - self.beaten_at > AGED_S:
+            with contextlib.suppress(Exception):  # a store that does not answer takes no checkpoint either
+                self._renew()
         if self.lost:
-            raise RunFailed(
-                f"{self.url}: {self.lost}\n  fix   see which of the two runs is to go on, and start it again"
-            )
+            raise RunFailed(self.lost)
 
     def _acquire(self) -> None:
         waited_from = seen_at = time.monotonic()
         seen: bytes | None = None
         while not self._create():
-            written, now = self._write_lock(), time.monotonic()
+            written, now = self._content(), time.monotonic()
             holder = _parse_lock(written)
             who = _describe_holder(holder) if holder else "a process that left no name"
             if written != seen:
                 if seen is None:
                     self.say(f"{self.url}: {who} holds the lock; waiting until it ends or is silent")
-                elif now - waited_from > STALE_S:
+                elif now - waited_from > WAIT_S:
                     raise already_running(self.url.rpartition("/")[0], holder)
                 seen, seen_at = written, now
             silent_s, beat = now - seen_at, holder.get("beat") if holder else None
-            aged = isinstance(beat, float) and time.time() - beat > STALE_S and silent_s >= BEAT_S * 1.5
+            aged = isinstance(beat, float) and time.time() - beat > STALE_S and silent_s >= AGED_S
             gone = holder is not None and _is_gone(holder)
             if gone or aged or silent_s > STALE_S:
-                why = "that process is gone" if gone else f"it was silent for {STALE_S / 60:.0f} minutes"
+                why = "that process is gone" if gone else f"it was silent for {silent_s:.0f} s"
                 self.say(f"{self.url}: the lock of {who} is taken over: {why}")
                 with contextlib.suppress(FileNotFoundError):
                     self.store.rm_file(self.path)
@@ -240,30 +249,45 @@ class _Beating:
 
     def _create(self) -> bool:
         try:
-            self.store.pipe_file(self.path, self._beaten(), mode="create")
+            self._write(mode="create")
         except FileExistsError:
             return False
         return True
 
-    def _beaten(self) -> bytes:
-        return json.dumps(self.mine | {"beat": time.time()}).encode()
+    def _write(self, **how: Any) -> None:
+        began = time.monotonic()
+        self.store.pipe_file(self.path, json.dumps(self.mine | {"beat": time.time()}).encode(), **how)
+        self.beaten_at = began
 
-    def _write_lock(self) -> bytes:
+    def _content(self) -> bytes:
         try:
             return self.store.cat_file(self.path)
         except OSError:
             return b""
 
     def _read(self) -> dict[str, Any] | None:
-        return _parse_lock(self._write_lock())
+        return _parse_lock(self._content())
+
+    def _renew(self) -> None:
+        """Writes the lock anew, unless another run has it, or had it and has ended. Raises what the store raises."""
+        try:
+            holder = _parse_lock(self.store.cat_file(self.path)) or {}
+        except FileNotFoundError:
+            holder = None
+        if holder and holder.get("token") != self.mine["token"]:
+            why = f"the lock was taken over by {_describe_holder(holder)} while this process was silent"
+        elif holder is None:
+            why = "the lock is gone: another run took it over and has ended, or the folder was deleted"
+        else:
+            self._write()
+            return
+        self.lost = f"{self.url}: {why}\n  fix   see which of the two runs is to go on, and start it again"
 
     def _beat(self) -> None:
         while not self.ended.wait(BEAT_S):
+            if self.lost:  # and the main thread waits for something: a checkpoint may be under way
+                endings.end(FAILED, self.lost)
             try:
-                holder = self._read()
-                if holder is not None and holder.get("token") != self.mine["token"]:
-                    self.lost = f"the lock was taken over by {_describe_holder(holder)} while this process was silent"
-                    return
-                self.store.pipe_file(self.path, self._beaten())
+                self._renew()
             except Exception as error:  # the store may answer at the next beat
                 self.say(f"warning: {self.url}: the lock could not be renewed: {error}")

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 # Kind -> what it is.
@@ -14,8 +14,10 @@ KINDS = {
     "data": "waiting for rows",
     "evaluation": "scoring held-out rows, and writing samples",
     "saves": "standing still while a checkpoint is written",
+    "hangs": "steps, saves and the like that took so long that a line said so",
     "lost": "steps that were computed again, because no checkpoint held them",
 }
+_NEWER = ("hangs",)  # rows that older versions have written lack it
 _LOST_TOO = "steps", "data", "evaluation"  # what a restart from an earlier step does again
 
 
@@ -26,6 +28,7 @@ class WallTime:
         """began: the time.monotonic() from which on time counts; None: from now on."""
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self._kind, self._since = "start", time.monotonic() if began is None else began
+        self.observe: Callable[[str], None] = lambda kind: None  # is told each new kind
 
     def add_earlier(self, totals: Mapping[str, float]) -> None:
         """Adds the seconds of earlier starts, as `earlier_totals` finds them."""
@@ -37,7 +40,16 @@ class WallTime:
         now, before = time.monotonic(), self._kind
         self.seconds[before] += now - self._since
         self._kind, self._since = kind, now
+        if kind != before:
+            self.observe(kind)
         return before
+
+    def count_hang(self, kind: str, seconds: float) -> None:
+        """Counts seconds as those of a hang that were, or are being, counted for `kind`."""
+        self.begin(self._kind)
+        seconds = min(seconds, self.seconds[kind])
+        self.seconds[kind] -= seconds
+        self.seconds["hangs"] += seconds
 
     @contextlib.contextmanager
     def spending(self, kind: str) -> Iterator[None]:
@@ -70,8 +82,9 @@ def earlier_totals(kept: Sequence[Mapping[str, Any]], dropped: Sequence[Mapping[
 def read_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Kind -> seconds, of the last row that has them; {} if none has."""
     for row in reversed(rows):
-        if all(isinstance(row.get(_key(kind)), int | float) for kind in KINDS):
-            return {kind: float(row[_key(kind)]) for kind in KINDS}
+        seconds = {kind: row.get(_key(kind), 0.0 if kind in _NEWER else None) for kind in KINDS}
+        if all(isinstance(value, int | float) for value in seconds.values()):
+            return {kind: float(value) for kind, value in seconds.items()}
     return {}
 
 

@@ -12,17 +12,19 @@ import sys
 import time
 from http import HTTPStatus
 
+HERE = "127.0.0.1"
 
-def environment(port):
+
+def environment(port, host=HERE):
     """What makes gcsfs and tensorstore use the emulator, without credentials."""
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{host}:{port}"
     return {
         "STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
         "GOOGLE_CLOUD_PROJECT": "none", "GCSFS_DEFAULT_TOKEN": "anon", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }  # fmt: skip
 
 
-def serve(port, delay_s=0.0):
+def serve(port, host=HERE, delay_s=0.0):
     """Serves the bucket `bucket` from memory, each request after `delay_s`, until the process is ended."""
     from gcp_storage_emulator import server
     from gcp_storage_emulator.exceptions import NotFound
@@ -63,8 +65,8 @@ def serve(port, delay_s=0.0):
     for _, handlers in server.HANDLERS:
         for method in handlers:
             handlers[method] = conditional(handlers[method])
-    server.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket").run()
+    server.create_server(host, port, in_memory=True, default_bucket="bucket").run()
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), *sys.argv[2:])

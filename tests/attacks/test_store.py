@@ -25,8 +25,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"not run: {', '.join(MISSING)} not installed"),
 ]
-# Locks whose holder is silent after 6 seconds instead of 5 minutes.
-QUICK = "from gspmd_lm import cli; from gspmd_lm.workdir import lock; lock.BEAT_S, lock.STALE_S = 1.0, 6.0; cli.main()"
+# Locks whose holder is silent after 6 seconds instead of a minute.
+QUICK = """
+from gspmd_lm import cli
+from gspmd_lm.workdir import lock
+lock.BEAT_S, lock.AGED_S, lock.STALE_S, lock.WAIT_S = 1.0, 3.0, 6.0, 6.0
+cli.main()
+"""
 
 
 @pytest.fixture(scope="module")

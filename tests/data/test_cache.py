@@ -12,7 +12,7 @@ import pytest
 
 from gspmd_lm.config import Data
 from gspmd_lm.config.paths import cache_folder
-from gspmd_lm.data import cache, sources, tokenizer
+from gspmd_lm.data import cache, making, sources, tokenizer
 from gspmd_lm.errors import InputError
 
 
@@ -30,7 +30,9 @@ def texts(folder):
     return sources.open_source(Data(source=str(folder / "a.jsonl")))
 
 
-ENTRY = cache.file_names(["train", "held_out"])
+ENTRY = [
+    "tokens.json", "train-00000.npy", "train-00000.sizes.npy", "held_out-00000.npy", "held_out-00000.sizes.npy",
+]  # fmt: skip
 
 
 class Counting(tokenizer.Bytes):
@@ -44,7 +46,18 @@ class Counting(tokenizer.Bytes):
 
 
 def _split(stream):
+    stream = np.asarray(stream)
     return [piece.astype(np.uint8).tobytes() for piece in np.split(stream, np.flatnonzero(stream == 256) + 1)[:-1]]
+
+
+def _entry():
+    """The one folder of the cache."""
+    (entry,) = [path for path in cache_folder("data").iterdir() if path.is_dir()]
+    return entry
+
+
+def _equal(a, b):
+    return np.array_equal(np.asarray(a.stream), np.asarray(b.stream)) and a.ends == b.ends
 
 
 def test_every_document_is_on_one_side_and_copies_are_together(texts):
@@ -79,64 +92,61 @@ def test_a_small_share_holds_one_document_and_none_holds_none(texts):
 def test_the_second_time_nothing_is_tokenized(texts):
     first, second = Counting(), Counting()
     one, two = cache.open_cache(texts, first, 0.1), cache.open_cache(texts, second, 0.1)
-    assert (first.documents, second.documents) == (60, 0) and one.folder == two.folder
-    assert (one.train[0].stream == two.train[0].stream).all()
-    assert cache.open_cache(texts, second, 0.2).folder != one.folder and second.documents == 60
+    assert (first.documents, second.documents) == (60, 0) and one.fingerprint == two.fingerprint
+    assert _equal(one.train[0], two.train[0])
+    assert cache.open_cache(texts, second, 0.2).fingerprint != one.fingerprint and second.documents == 60
 
 
 def test_the_folder_is_chosen_when_it_is_needed(texts, folder, monkeypatch):
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "elsewhere"))
-    assert cache.open_cache(texts, Counting(), 0.1).folder.is_relative_to(folder / "elsewhere" / "data")
+    cache.open_cache(texts, Counting(), 0.1)
+    assert _entry().is_relative_to(folder / "elsewhere" / "data")
     monkeypatch.delenv("GSPMD_LM_CACHE")
     assert cache_folder("data").parts[-2:] == ("gspmd_lm", "data")
 
 
 @pytest.mark.parametrize("stop_after", [1, 3])
 def test_a_stopped_build_goes_on_where_it_was(texts, monkeypatch, stop_after):
+    monkeypatch.setattr(making, "UNIT_BYTES", 2000)
     whole = cache.open_cache(texts, Counting(), 0.25)
-    monkeypatch.setattr(cache, "SEGMENT_BYTES", 1000)
     monkeypatch.setenv("GSPMD_LM_CACHE", os.environ["GSPMD_LM_CACHE"] + "2")
     reports = []
 
-    def stop(what, done_bytes, total_bytes):
+    def stop(what, done_bytes, total_bytes, rate=""):
         if what == "tokenizing":
-            reports.append((what, done_bytes, total_bytes))
+            reports.append((done_bytes, total_bytes))
             if len(reports) == stop_after:
                 raise KeyboardInterrupt
 
     first, second = Counting(), Counting()
     with pytest.raises(KeyboardInterrupt):
         cache.open_cache(texts, first, 0.25, stop)
-    assert not [path for path in cache_folder("data").iterdir() if path.is_dir() and path.suffix != ".partial"]
-    for path in cache_folder("data").glob("*.partial/*.tokens"):
-        with path.open("ab") as file:  # as a kill in the middle of a write would leave it
-            file.write(b"\x07" * 33)
-    resumed = cache.open_cache(texts, second, 0.25, lambda *report: reports.append(report))
-    assert 0 < first.documents < 60 and first.documents + second.documents == 60
-    for a, b in ((whole.train[0], resumed.train[0]), (whole.held_out, resumed.held_out)):
-        assert (a.stream == b.stream).all() and len(a.stream) == len(b.stream) and a.ends == b.ends
-    total = sum(map(len, texts.documents()))
-    assert [report[1] for report in reports] == sorted(report[1] for report in reports)
-    assert reports[-1] == ("tokenizing", total, total)
+    assert not (_entry() / "tokens.json").exists()
+    (_entry() / "making" / "half.new").write_bytes(b"\x07" * 33)  # as a kill in the middle of a write would leave it
+    resumed = cache.open_cache(texts, second, 0.25, stop)
+    assert 0 < first.documents < 60 and 60 <= first.documents + second.documents < 80, "what is redone is one unit"
+    assert _equal(whole.train[0], resumed.train[0]) and _equal(whole.held_out, resumed.held_out)
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+    assert reports[-1] == (texts.size_bytes, texts.size_bytes) and not (_entry() / "making").exists()
 
 
 BUILD = textwrap.dedent("""
     import os, signal, sys, time
     from gspmd_lm.config import Data
-    from gspmd_lm.data import cache, sources, tokenizer
-    cache.SEGMENT_BYTES = 2000
+    from gspmd_lm.data import cache, making, sources, tokenizer
+    making.UNIT_BYTES, making._POLL_S = 1000, 0.01
     mode, path = sys.argv[1:]
     source = sources.open_source(Data(source=path))
     input("ready\\n")
     built = 0
-    def progress(what, done_bytes, total_bytes):
+    def progress(what, done_bytes, total_bytes, rate=""):
         global built
         built += what == "tokenizing"
         if mode == "die" and built == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.02)
-    cached = cache.open_cache(source, tokenizer.load_tokenizer("bytes"), 0.25, progress)
-    print(built, len(cached.train[0].stream), len(cached.held_out.stream))
+        time.sleep(0.05)
+    opened = cache.open_cache(source, tokenizer.load_tokenizer("bytes"), 0.25, progress)
+    print(built, len(opened.train[0].stream), len(opened.held_out.stream))
 """)
 
 
@@ -146,42 +156,50 @@ def _start(mode, texts):
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
 
 
-def test_a_killed_build_leaves_no_lock_and_nothing_that_looks_complete(texts):
+def test_a_killed_build_leaves_no_lock_and_nothing_that_looks_complete(texts, monkeypatch):
     dying = _start("die", texts)
     dying.communicate("\n", timeout=300)
     assert dying.returncode == -signal.SIGKILL
-    assert [path.suffix for path in cache_folder("data").iterdir() if path.is_dir()] == [".partial"]
+    assert not (_entry() / "tokens.json").exists()
+    monkeypatch.setattr(making, "UNIT_BYTES", 1000)
     tokens = Counting()
-    cached = cache.open_cache(texts, tokens, 0.25)
+    opened = cache.open_cache(texts, tokens, 0.25)
     assert 0 < tokens.documents < 60
-    assert len(cached.train[0].stream) + len(cached.held_out.stream) == 60 + sum(map(len, texts.documents()))
+    assert len(opened.train[0].stream) + len(opened.held_out.stream) == 60 + sum(map(len, texts.documents()))
 
 
-def test_of_two_processes_one_builds(texts):
+def test_two_processes_share_the_work_and_do_no_part_twice(texts, monkeypatch):
     both = [_start("live", texts) for _ in range(2)]
     for process in both:
         assert process.stdout and process.stdout.readline() == "ready\n"
     for process in both:
         assert process.stdin
         print(file=process.stdin, flush=True)
-    results = [process.communicate(timeout=300)[0].split() for process in both]
+    results = [[int(one) for one in process.communicate(timeout=300)[0].split()] for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert sorted(int(built) > 0 for built, *_ in results) == [False, True]
-    assert results[0][1:] == results[1][1:]
+    assert min(built for built, *_ in results) > 0 and results[0][1:] == results[1][1:]
+    monkeypatch.setattr(making, "UNIT_BYTES", 1000)
+    units = making.plan_units(texts, ["train", "held_out"])
+    assert sum(built for built, *_ in results) == len(units) > 5
+    shared = {path.name: path.read_bytes() for path in _entry().iterdir()}
+    monkeypatch.setenv("GSPMD_LM_CACHE", os.environ["GSPMD_LM_CACHE"] + "2")
+    cache.open_cache(texts, tokenizer.Bytes(), 0.25)
+    assert shared == {path.name: path.read_bytes() for path in _entry().iterdir()}
 
 
 def test_a_damaged_cache_is_built_again(texts):
-    cached = cache.open_cache(texts, Counting(), 0.25)
-    expected = cached.train[0].stream.copy()
+    expected = cache.open_cache(texts, Counting(), 0.25)
+    expected = np.asarray(expected.train[0].stream)
     for damage in ("cut", "gone", "garbled"):
         if damage == "cut":
-            os.truncate(cached.folder / "train.tokens", 100)
+            os.truncate(_entry() / "train-00000.npy", 100)
         elif damage == "gone":
-            (cached.folder / "held_out.tokens").unlink()
+            (_entry() / "held_out-00000.npy").unlink()
         else:
-            (cached.folder / "progress.json").write_text("{")
+            (_entry() / "tokens.json").write_text("{")
         tokens = Counting()
-        assert (cache.open_cache(texts, tokens, 0.25).train[0].stream == expected).all() and tokens.documents == 60
+        again = np.asarray(cache.open_cache(texts, tokens, 0.25).train[0].stream)
+        assert (again == expected).all() and tokens.documents == 60
 
 
 def flip(path, bit):
@@ -192,38 +210,38 @@ def flip(path, bit):
 
 def test_a_flipped_bit_is_said_and_the_tokens_are_made_anew(texts, caplog):
     draw = random.Random(0)
-    cached = cache.open_cache(texts, Counting(), 0.25)
-    expected = [cached.train[0].stream.copy(), cached.held_out.stream.copy()]
+    expected = cache.open_cache(texts, Counting(), 0.25)
+    expected = [np.asarray(one.stream) for one in (expected.train[0], expected.held_out)]
     for _ in range(30):
-        path = cached.folder / draw.choice(ENTRY)
+        path = _entry() / draw.choice(ENTRY)
         flip(path, draw.randrange(8 * path.stat().st_size))
         tokens = Counting()
         caplog.clear()
         again = cache.open_cache(texts, tokens, 0.25)  # said though nobody asked for progress, and once
         (said,) = caplog.messages
-        assert tokens.documents == 60 and f"{cached.folder}: damaged ({path.name}: its sha256 has changed)" in said
+        assert tokens.documents == 60 and f"{_entry()}: damaged ({path.name}" in said
         pairs = zip(expected, (again.train[0].stream, again.held_out.stream), strict=True)
-        assert all((a == b).all() for a, b in pairs)
+        assert all((a == np.asarray(b)).all() for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", ENTRY)
-def test_damage_to_a_build_that_was_stopped_starts_it_over(texts, monkeypatch, caplog, name):
+@pytest.mark.parametrize("name", ["train-00000.npy", "making/00000.json"])
+def test_damage_to_a_build_that_was_stopped_is_found(texts, monkeypatch, caplog, name):
+    monkeypatch.setattr(making, "UNIT_BYTES", 2000)
     whole = cache.open_cache(texts, Counting(), 0.25)
-    monkeypatch.setattr(cache, "SEGMENT_BYTES", 1000)
     monkeypatch.setenv("GSPMD_LM_CACHE", os.environ["GSPMD_LM_CACHE"] + "2")
+    calls = 0
 
     def stop(what, *_):
-        if what == "tokenizing":
+        nonlocal calls
+        calls += what == "tokenizing"
+        if calls == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         cache.open_cache(texts, Counting(), 0.25, stop)
-    (partial,) = cache_folder("data").glob("*.partial")
-    flip(partial / name, 800)
-    tokens = Counting()
-    again = cache.open_cache(texts, tokens, 0.25)
-    assert tokens.documents == 60 and f"{partial}: damaged" in caplog.text
-    assert (again.train[0].stream == whole.train[0].stream).all()
+    flip(_entry() / name, 2000)
+    again = cache.open_cache(texts, Counting(), 0.25)
+    assert f"{_entry()}: damaged" in caplog.text and _equal(again.train[0], whole.train[0])
 
 
 def test_one_document_cannot_be_split(folder):
@@ -238,10 +256,10 @@ def test_a_source_that_changes_meanwhile(folder, monkeypatch):
     for name in "abc":
         (folder / f"{name}.txt").write_text(name)
     source = sources.open_source(Data(source=f"{folder}/*.txt"))
-    monkeypatch.setattr(cache, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(making, "BATCH_BYTES", 1)
     with pytest.raises(InputError, match="changed while they were read"):
         cache.open_cache(source, Counting(), 0.0, lambda *_: (folder / "c.txt").write_text("other"))
-    assert not list(cache_folder("data").glob("*.partial"))
+    assert not (_entry() / "tokens.json").exists()
 
 
 def test_a_folder_that_cannot_be_written(texts, folder, monkeypatch):
@@ -258,4 +276,4 @@ def test_large_vocabularies_take_four_bytes(texts):
         fingerprint = "large"
 
     cached = cache.open_cache(texts, Large(), 0.1)
-    assert cached.train[0].stream.dtype == np.uint32 and cached.train[0].stream[-1] == 69_999
+    assert cached.train[0].stream.dtype == np.uint32 and np.asarray(cached.train[0].stream)[-1] == 69_999

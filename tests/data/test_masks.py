@@ -108,7 +108,7 @@ def test_each_epoch_has_other_masks_and_a_restart_or_other_hosts_the_same():
 
 
 def test_documents_have_the_special_tokens_of_the_template():
-    stream = _open(held_out=0.1)[0].rows.stream
+    stream = np.asarray(_open(held_out=0.1)[0].rows.stream)
     assert stream[0] == 2 and (np.flatnonzero(stream == 2)[1:] == np.flatnonzero(stream == 3)[:-1] + 1).all()
     tokens = tokenizer.load_tokenizer("bert.json")
     assert (tokens.before, tokens.after, tokens.end) == ((2,), (), 3)
@@ -155,7 +155,7 @@ def test_the_config_beside_names_the_mask(folder):
 
 
 def test_padding_is_never_chosen():
-    rows = packing.documents(np.arange(5, 16, dtype=np.uint16), 32, 99)
+    rows = packing.documents(packing.InMemory(np.arange(5, 16, dtype=np.uint16)), 32, 99)
     put = packing.Masks(4, 300, (99,), 0.9, 0).put(rows.read([0, -1]), np.arange(2))
     assert (put["targets"][0, :10] >= 0).sum() > 5 and (put["targets"][0, 10:] == -1).all()
     assert (put["targets"][1] == -1).all() and (put["tokens"][1] == 0).all()

@@ -1,6 +1,7 @@
 import numpy as np
 
 from gspmd_lm.data import packing
+from gspmd_lm.data.packing import InMemory
 
 END = 99
 
@@ -10,7 +11,7 @@ def _stream(*documents):
 
 
 def test_documents_by_hand():
-    rows = packing.documents(_stream([1, 2, 3], [4], [5, 6, 7, 8, 9]), 4, END)
+    rows = packing.documents(InMemory(_stream([1, 2, 3], [4], [5, 6, 7, 8, 9])), 4, END)
     assert len(rows) == 3
     read = rows.read([0, 1, 2, -1])
     assert {array.dtype for array in read.values()} == {np.dtype(np.int32)}
@@ -22,8 +23,12 @@ def test_documents_by_hand():
 
 
 def test_text_by_hand():
-    rows = packing.text(np.arange(10, dtype=np.uint16), 4)
-    assert len(rows) == 2 and len(packing.text(np.arange(9), 4)) == 2 and len(packing.text(np.arange(8), 4)) == 1
+    rows = packing.text(InMemory(np.arange(10, dtype=np.uint16)), 4)
+    assert (
+        len(rows) == 2
+        and len(packing.text(InMemory(np.arange(9)), 4)) == 2
+        and len(packing.text(InMemory(np.arange(8)), 4)) == 1
+    )
     read = rows.read([1, 0])
     assert read["tokens"].tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
     assert read["targets"].tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
@@ -34,7 +39,7 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once():
     draw = np.random.default_rng(0)
     for seq in (1, 2, 7, 32):
         documents = [draw.integers(0, END, draw.integers(1, 40)).tolist() for _ in range(30)]
-        rows = packing.documents(_stream(*documents), seq, END)
+        rows = packing.documents(InMemory(_stream(*documents)), seq, END)
         read = rows.read(range(len(rows)))
         wanted = [token for document in documents for token in [*document[1:], END]]
         assert read["targets"][read["targets"] >= 0].tolist() == wanted
@@ -45,7 +50,7 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once():
 def test_a_segment_never_holds_two_documents_and_positions_count_it():
     draw = np.random.default_rng(1)
     documents = [[number] * int(draw.integers(1, 30)) for number in range(40)]
-    rows = packing.documents(_stream(*documents), 16, END)
+    rows = packing.documents(InMemory(_stream(*documents)), 16, END)
     read = rows.read(range(len(rows)))
     for tokens, segments, positions in zip(read["tokens"], read["segment_ids"], read["positions"], strict=True):
         for segment in set(segments.tolist()) - {0}:
@@ -71,7 +76,7 @@ def test_conversations_by_hand():
         _conversation(7, -8, 9),
         _conversation(*range(1, 9), -9),
     ]
-    rows, cut = packing.conversations(np.concatenate(parts), 6)
+    rows, cut = packing.conversations(InMemory(np.concatenate(parts)), 6)
     assert (len(rows), cut) == (4, 1)
     read = rows.read([0, 1, 2, 3, -1])
     assert {array.dtype for array in read.values()} == {np.dtype(np.int32)}
@@ -111,7 +116,7 @@ def test_every_answer_is_a_target_once_and_only_long_conversations_are_cut():
         sizes = draw.integers(2, 30, 60)
         signs = [np.concatenate([[1], draw.choice([-1, 1], size - 1)]) for size in sizes]
         parts = [_conversation(*(signs[i] * (i + 1))) for i in range(60)]
-        rows, cut = packing.conversations(np.concatenate(parts), seq)
+        rows, cut = packing.conversations(InMemory(np.concatenate(parts)), seq)
         assert cut == (sizes > seq + 1).sum()
         read = rows.read(range(len(rows)))
         targets = read["targets"][read["targets"] >= 0]
@@ -127,9 +132,9 @@ def test_every_answer_is_a_target_once_and_only_long_conversations_are_cut():
 
 
 def test_too_little_for_a_row():
-    assert len(packing.documents(np.empty(0, np.uint16), 4, END)) == 0
-    assert len(packing.conversations(np.empty(0, np.uint32), 4)[0]) == 0
-    assert len(packing.text(np.arange(4), 4)) == 0 and len(packing.text(np.arange(5), 4)) == 1
+    assert len(packing.documents(InMemory(np.empty(0, np.uint16)), 4, END)) == 0
+    assert len(packing.conversations(InMemory(np.empty(0, np.uint32)), 4)[0]) == 0
+    assert len(packing.text(InMemory(np.arange(4)), 4)) == 0 and len(packing.text(InMemory(np.arange(5)), 4)) == 1
 
 
 def test_random_rows_do_not_overlap_and_cover_the_vocabulary():
@@ -137,6 +142,6 @@ def test_random_rows_do_not_overlap_and_cover_the_vocabulary():
     read = rows.read(range(50))
     assert len(rows) == 50 and (read["targets"][:, :-1] == read["tokens"][:, 1:]).all()
     both = np.concatenate([read["tokens"], read["targets"][:, -1:]], axis=1)
-    assert (both.reshape(-1) == rows.stream).all() and set(both.reshape(-1).tolist()) == set(range(10))
-    assert (packing.random(50, 8, 10, (3, 0)).stream == rows.stream).all()
-    assert (packing.random(50, 8, 10, (3, 1)).stream != rows.stream).any()
+    assert (both.reshape(-1) == rows.stream.tokens).all() and set(both.reshape(-1).tolist()) == set(range(10))
+    assert (packing.random(50, 8, 10, (3, 0)).stream.tokens == rows.stream.tokens).all()
+    assert (packing.random(50, 8, 10, (3, 1)).stream.tokens != rows.stream.tokens).any()

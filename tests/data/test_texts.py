@@ -7,7 +7,7 @@ import pytest
 from conversations import write_tokenizer
 
 from gspmd_lm.config import Data
-from gspmd_lm.data import cache, packing, readers, sources, tokenizer
+from gspmd_lm.data import cache, making, packing, readers, sources, tokenizer
 
 BOS, END = 256, 257
 
@@ -40,7 +40,11 @@ def _tokenizer(folder, single=()):
 
 def _streams(source, tokens, held_out=0.0):
     cached = cache.open_cache(sources.open_source(Data(source=source)), tokens, held_out)
-    return cached, cached.train[0].stream.astype(int).tolist(), cached.held_out.stream.astype(int).tolist()
+    return (
+        cached,
+        np.asarray(cached.train[0].stream).astype(int).tolist(),
+        np.asarray(cached.held_out.stream).astype(int).tolist(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_a_text_that_is_read_in_sections_ends_once(folder, monkeypatch, ending):
     text = {name: tokens.encode(f"{name}: {lines}".encode()).tolist() for name in ("a", "b")}
     assert stream == [BOS, *text["a"], END, BOS, *text["b"], END] and cached.train[0].ends == 2
     bytes_ = cache.open_cache(sources.open_source(Data(source=f"*.{ending}")), tokenizer.Bytes(), 0.0)
-    assert np.flatnonzero(bytes_.train[0].stream == 256).tolist() == [len(lines) + 3, 2 * len(lines) + 7]
+    assert np.flatnonzero(np.asarray(bytes_.train[0].stream) == 256).tolist() == [len(lines) + 3, 2 * len(lines) + 7]
     cached, stream, held_out = _streams(f"*.{ending}", tokens, 0.3)
     assert stream.count(END) == stream.count(BOS) == 2 and len(stream) > len(held_out) > 0
     assert held_out.count(END) == held_out.count(BOS) <= 2, "sections that are held out are one text as well"
@@ -98,10 +102,10 @@ def test_a_build_that_stops_within_a_text_goes_on_with_it(folder, monkeypatch):
     tokens = _tokenizer(folder, ("<s>", "$A"))
     _, *whole = _streams("a.txt", tokens, 0.3)
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
-    monkeypatch.setattr(cache, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(making, "BATCH_BYTES", 1)
     source, calls = sources.open_source(Data(source="a.txt")), 0
 
-    def stopped(what, done, total):
+    def stopped(what, done, total, rate=""):
         nonlocal calls
         calls += what == "tokenizing"
         if calls == 9:

@@ -290,7 +290,11 @@ def product(left, right, fast=False):
         ("h200", "s8", 1979), ("h200", "f8e4m3fn", 1979),
         ("b200", "s8", 4500), ("b200", "f8e4m3fn", 4500), ("b200", "f4e2m1fn", 4500),
         *((name, "bf16", chip.peak_bf16_flops_per_s / 1e12) for name, chip in CHIPS.items()),
-        *((name, "f32", chip.peak_bf16_flops_per_s / 2e12) for name, chip in CHIPS.items()),
+        *(
+            (name, "f32", (chip.peak_f32_flops_per_s or chip.peak_bf16_flops_per_s / 2) / 1e12)
+            for name, chip in CHIPS.items()
+        ),
+        ("v100", "f16", 125), ("v100", "f32", 15.7), ("t4", "f16", 65), ("l4", "f16", 121),
     ],
 )  # fmt: skip
 def test_narrow_numbers_are_multiplied_at_the_rate_of_the_chip_or_widened(chip, dtype, tera_per_s):

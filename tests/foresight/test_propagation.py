@@ -105,7 +105,10 @@ def test_sums_that_are_added_are_made_once_and_sums_that_are_squared_before():
     x, w = array((8, 16), None, "tensor"), array((16, 32), "tensor", None)
     one = 2 * 8 * 32 * 4 * (TENSOR - 1) / TENSOR
     assert kinds(reading(lambda x, w: 3 * (x @ w) - (2 * x) @ w, x, w)) == [("all-reduce", "tensor", one, 1)]
-    assert reading(lambda x, w: jnp.tanh(x @ w) + x @ w * 2, x, w).communication_bytes == 2 * one
+    assert reading(lambda x, w: jnp.tanh(x @ w) + (2 * x) @ w, x, w).communication_bytes == 2 * one
+    # What is multiplied twice is multiplied and added up once.
+    again = reading(lambda x, w: jnp.tanh(x @ w) + 2 * (x @ w), x, w)
+    assert again.communication_bytes == one and again.flops == again.model_flops / TENSOR == 2 * 8 * 16 * 32 / TENSOR
 
 
 def test_a_weight_split_as_the_rows_are_is_gathered_or_its_rows_are_exchanged_whichever_is_less():
@@ -308,7 +311,7 @@ def test_an_array_is_sent_before_it_is_made_wider():
     assert (gathered.kind, gathered.bytes, gathered.dtype) == ("all-gather", 8 / 2 * 16 * 2, "bfloat16")
     w = array((16, 4), "tensor", dtype=jnp.bfloat16)
     sums = reading(lambda x, w: put((x @ w).astype(jnp.float32)), array((8, 16), None, "tensor", dtype=jnp.bfloat16), w)
-    assert [one.dtype for one in sums.transfers] == ["float32"]  # a partial sum that was made in float32 is one there
+    assert [one.dtype for one in sums.transfers] == ["bfloat16"]  # as on GPUs and TPUs
 
 
 def test_where_a_transfer_stands_in_the_program():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm.hardware.chips import CHIPS
-from gspmd_lm.hardware.network import ICI_HOP_S, NETWORK_SHARE, NVLINK_SHARE, sent_bytes
+from gspmd_lm.hardware.network import ICI_HOP_S, NETWORK_SHARE, NVLINK_SHARE, PEER_SHARE, sent_bytes
 from tests.foresight.sample import network
 
 GB = 1e9
@@ -245,3 +245,24 @@ def test_bytes_that_a_device_sends(devices):
     assert sent_bytes("collective-permute", 32, devices) == 32
     with pytest.raises(ValueError, match="fusion is not a collective"):
         sent_bytes("fusion", 32, devices)
+
+
+def test_nvlink_may_join_pairs_or_a_rack():
+    """Where NVLink ends inside of a host, PCIe decides; where it joins hosts, their network is not used."""
+    a6000, size = CHIPS["a6000"], 1e9
+    mesh = gpus("a6000", 1, 8, (2, 2, 2))
+    pair, quad, everyone = along((2, 2, 2), 2), along((2, 2, 2), 1, 2), along((2, 2, 2), 0, 1, 2)
+    across = along((2, 2, 2), 1)
+    assert [mesh.link(one) for one in (pair, quad, everyone, across)] == ["nvlink", "pcie", "pcie", "pcie"]
+    nvlink, peer = NVLINK_SHARE * a6000.nvlink_bytes_per_s, PEER_SHARE * a6000.peer_bytes_per_s
+    # Each ring carries half, over the PCIe of one GPU of each pair.
+    rows = ((pair, 1 / 2 / nvlink), (quad, 3 / 4 / 2 / peer), (everyone, 7 / 8 / 2 / peer), (across, 1 / 2 / peer))
+    for groups, seconds_of_a_byte in rows:
+        assert mesh.time_s("all-gather", size, groups) == pytest.approx(size * seconds_of_a_byte, rel=0.01)
+    assert mesh.time_s("all-to-all", size, quad) == pytest.approx(size * 2 / 4 / peer, rel=0.01)
+    assert mesh.time_s("collective-permute", size, ((0, 1),)) == pytest.approx(size / nvlink, rel=0.01)
+    assert mesh.time_s("collective-permute", size, ((0, 2),)) == pytest.approx(size / peer, rel=0.01)
+    rack, racks = gpus("gb200", 18, 4, (18, 4)), gpus("gb200", 36, 4, (36, 4))
+    assert rack.link(along((18, 4), 0, 1)) == "nvlink" and racks.link(along((36, 4), 0)) == "network"
+    assert rack.time_s("all-gather", size, along((18, 4), 0, 1)) < racks.time_s("all-gather", size, along((36, 4), 0))
+    assert gpus("l4", 1, 8, (8,)).link(along((8,), 0)) == "pcie"

@@ -26,11 +26,21 @@ from gspmd_lm.hardware import chips, target
         ("h200:4x8", "gpu", 32, 1),
         ("h100:4x8/800", "gpu", 32, 1),
         ("b200:2", "gpu", 2, 1),
+        ("gb200:72", "gpu", 72, 1),
+        ("gb200:18x4", "gpu", 72, 1),
+        ("v3:32x32", "tpu", 2048, 1),
+        ("v2-32", "tpu", 32, 1),
+        ("mi300x:8", "gpu", 8, 1),
     ],
 )
 def test_targets(text, platform, devices, slices):
     found = target.parse(text)
-    assert (found.text, found.platform, found.devices, found.slices) == (text, platform, devices, slices)
+    assert (found.text, found.platform, found.devices, found.slices) == (
+        text.replace("v2-32", "v2:4x4"),
+        platform,
+        devices,
+        slices,
+    )
 
 
 # Google Cloud's names and topologies, of its documentation. The number counts TensorCores for v4, v5p and tpu7x.
@@ -68,7 +78,7 @@ def test_every_name_of_google_cloud_is_a_target(chip):
     names = target.cloud_names(chip)
     for number in names:
         assert target.parse(f"{chip.name}-{number}").text == f"{chip.name}:{names[number]}"
-    assert len(names) == {"v5e": 8, "v6e": 8, "v4": 68, "v5p": 94, "tpu7x": 130}[chip.name]
+    assert len(names) == {"v2": 5, "v3": 7, "v5e": 8, "v6e": 8, "v4": 68, "v5p": 94, "tpu7x": 130}[chip.name]
 
 
 def test_a_tpu7x_is_one_chip_of_two_devices():
@@ -98,7 +108,8 @@ def test_gpus_beyond_one_host_are_on_several():
         ("2@h100:8", "only TPUs have slices", "h100:4x8"),
         ("h100:2x16", "at most 8 GPUs", "h100:8"),
         ("h100:12", "at most 8 GPUs", "h100:8"),
-        ("cpu:2x4", "simulated devices have no topology", "cpu:8"),
+        ("gb200:8x8", "at most 4 GPUs", "gb200:4x4"),
+        ("cpu:2x4", "devices of a CPU have no topology", "cpu:8"),
         ("h100:2x8/", "a network of '' Gbit/s per host", "from 10 to 12800, such as h100:2x8/800"),
         ("h100:2x8/fast", "a network of 'fast' Gbit/s per host", "h100:2x8/800"),
         ("h100:2x8/80000", "a network of '80000' Gbit/s per host", "h100:2x8/800"),

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT, RunFailed
+from gspmd_lm.launch import gke
 
 FINISHED = 'echo "step 9/9"'
 
@@ -45,3 +46,30 @@ def test_a_budget_that_is_spent_deletes_the_set(cloud):
     cloud.attempts("echo step 1/9; sleep 8")
     assert cloud.launch(job(cloud, max_hours=1e-3)) == STOPPED
     assert list(cloud.at.glob("set-*")) == []
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_set_whose_slice_does_not_come_back(cloud, monkeypatch, elastic):
+    """An elastic job goes on with the slices that are there; any other one waits, until its budget is spent."""
+    monkeypatch.setattr(gke, "MISSING_S", 0.5)
+    (cloud.at / "ready").write_text("3")
+    wait = "echo step 4/9; for i in $(seq 60); do sleep 0.1; done"
+    cloud.attempts(f"(cd $STAND_IN; ls set-*; grep replicas set.yaml) >> $STAND_IN/made; {wait}", FINISHED)
+    hours = {} if elastic else {"max_hours": 1e-3}
+    asked = job(cloud, accelerator="4@v5e:4x4", elastic=elastic, **hours)
+    assert cloud.launch(asked) == (0 if elastic else STOPPED)
+    assert "replicas: 4" in (cloud.at / "made").read_text()
+    assert ("one was lost; it is deleted and asked for again" in cloud.said) == elastic
+    made = yaml.safe_load((cloud.at / "set.yaml").read_text())
+    assert made["spec"]["replicatedJobs"][0]["replicas"] == (3 if elastic else 4)
+    command = made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert ("--elastic" in command) == elastic
+
+
+def test_slices_that_come_back_in_time_keep_the_set(cloud, monkeypatch):
+    monkeypatch.setattr(gke, "MISSING_S", 2.0)
+    (cloud.at / "ready").write_text("3")
+    back = 'sleep 1; echo 4 > "$STAND_IN/ready"; sleep 2; echo "step 9/9"'
+    cloud.attempts(back)
+    assert cloud.launch(job(cloud, accelerator="4@v5e:4x4", elastic=True)) == 0
+    assert len(cloud.started()) == 1 and not any("was lost" in line for line in cloud.said)

@@ -208,3 +208,12 @@ def test_what_is_not_known_of_spot_is_said():
     assert "without preemptions, since assume does not say" in lines_of_job(spot=True)
     assert "preemptions_per_day" not in lines_of_job()
     assert "max_usd" not in lines_of_job(max_usd=1e9)
+
+
+def test_an_elastic_job_is_checked_with_the_rules_that_its_slice_will_have(file, capsys):
+    """A mesh of eight does not fill sixteen chips, which is refused where the job is not elastic."""
+    file.behave(states=["ACTIVE"])
+    assert launch("one.yaml", "--accelerator=v5litepod-16", "--elastic", "--autodelete") == 0
+    said = capsys.readouterr().err
+    assert "--elastic: 16 devices: mesh data=2 x fsdp=8, in place of fsdp=8; a step has the same 16 rows" in said
+    assert "memory: about" in said and "--rules=fsdp8 --elastic --workdir" in file.started()[0]

@@ -7,10 +7,12 @@ import re
 import shlex
 import signal
 import sys
+import time
 
 import pytest
 
-from gspmd_lm.errors import WRONG_INPUT
+from gspmd_lm.errors import STOPPED, WRONG_INPUT
+from gspmd_lm.launch.local import Local
 from tests.launch.cloud import HOSTS, QUICK
 from tests.launched import FROM_OUTSIDE, free_port
 from tests.quick import QUICK_FLAGS
@@ -43,6 +45,17 @@ def test_wrong_input_ends_a_launch(machine, tmp_path):
     assert any("0: tinny: no such file" in line for line in machine.said)
 
 
+@pytest.mark.parametrize("ends", [0, 1])
+def test_processes_that_do_not_notice_that_another_one_has_failed_are_killed(machine, tmp_path, monkeypatch, ends):
+    commands = [["sleep", "100"], ["sleep", "100"]]
+    commands[ends] = ["false"]
+    monkeypatch.setattr(Local, "commands", lambda self, program, port: commands)
+    job = machine.job("local", processes=2, workdir=str(tmp_path / "run"), train=TRAIN, max_retries=0)
+    began = time.monotonic()
+    assert machine.launch(job) == STOPPED
+    assert "the processes that have not ended are killed" in machine.said and time.monotonic() - began < 60
+
+
 @pytest.mark.slow
 def test_a_process_that_is_killed_ends_no_run(machine, tmp_path):
     """Two processes, of which one is killed: all start again, and come to the losses of a run that nobody killed."""
@@ -50,13 +63,7 @@ def test_a_process_that_is_killed_ends_no_run(machine, tmp_path):
     def kill(line):
         if line.startswith("step 5/8") and not killed:
             killed.append(line)
-            (pid,) = (
-                int(folder)
-                for folder in os.listdir("/proc")
-                if folder.isdecimal() and f"--workdir={tmp_path}/killed\0" in command(folder)
-                and "--process_id=1\0" in command(folder)
-            )  # fmt: skip
-            os.kill(pid, signal.SIGKILL)
+            os.kill(find_process(tmp_path / "killed", 1), signal.SIGKILL)
 
     killed = []
     for name, tell in (("whole", lambda line: None), ("killed", kill)):
@@ -65,6 +72,45 @@ def test_a_process_that_is_killed_ends_no_run(machine, tmp_path):
         assert machine.launch(job, tell=tell, waits=PATIENT) == 0, machine.said
     assert killed and re.search(r"attempt 1 failed .* at step [5-8]", "\n".join(machine.said))
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_for_good_leaves_the_other_one(machine, tmp_path):
+    """Of two processes with three devices each, one is killed and does not come back: the other one goes on alone.
+
+    The losses are those of a run that never had a second process.
+    """
+
+    def kill(line):
+        if line.startswith("step 5/8") and not killed:
+            killed.append(line)
+            os.kill(find_process(tmp_path / "lost", 1), signal.SIGKILL)
+
+    killed, six, three = [], *(TRAIN.replace("--devices=2", f"--devices={count}") for count in (6, 3))
+    job = machine.job("local", processes=2, workdir=str(tmp_path / "lost"), train=six, max_retries=0, elastic=True)
+    assert machine.launch(job, tell=kill, waits=PATIENT) == STOPPED and killed, machine.said
+    job = dataclasses.replace(job, processes=1, train=three)
+    assert machine.launch(job, waits=PATIENT) == 0, machine.said
+    assert any(line.startswith("restored step 4") for line in machine.said)
+    assert any(line.startswith("tiny: ") and "mesh data=3 on 3 simulated" in line for line in machine.said)
+    whole = machine.job("local", workdir=str(tmp_path / "whole"), logs=str(tmp_path / "logs"), train=three,
+                        elastic=True)  # fmt: skip
+    assert machine.launch(whole, waits=PATIENT) == 0, machine.said
+    lost, wanted = losses(tmp_path / "lost"), losses(tmp_path / "whole")
+    assert [*lost] == [*wanted] == [*range(1, 9)]
+    assert [*lost.values()] == pytest.approx([*wanted.values()], rel=1e-6)
+
+
+def find_process(workdir, number):
+    """The process of a run that has this number."""
+    (pid,) = (
+        int(folder)
+        for folder in os.listdir("/proc")
+        if folder.isdecimal()
+        and f"--workdir={workdir}\0" in command(folder)
+        and f"--process_id={number}\0" in command(folder)
+    )
+    return pid
 
 
 def command(pid):

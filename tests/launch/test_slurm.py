@@ -61,3 +61,11 @@ def test_a_budget_that_is_spent_lets_the_tasks_save(cloud):
     cloud.attempts(f"trap 'echo saved; exit {STOPPED}' TERM; echo step 1/9; while true; do sleep 0.1; done")
     assert cloud.launch(job(cloud, max_hours=1e-3)) == STOPPED
     assert "saved" in cloud.said and "saved" in (cloud.at / "logs/1/1.log").read_text()
+
+
+@pytest.mark.parametrize(("elastic", "nodes"), [(True, "1-2"), (False, "2")])
+def test_an_elastic_job_takes_the_nodes_that_there_are(cloud, elastic, nodes):
+    cloud.attempts(FINISHED)
+    assert cloud.launch(job(cloud, elastic=elastic)) == 0
+    assert f"#SBATCH --nodes={nodes}\n" in (cloud.at / "logs/1/job.sbatch").read_text()
+    assert (" --elastic " in cloud.started()[0]) == elastic

@@ -228,7 +228,7 @@ def test_what_an_encoder_sends_is_what_the_trace_says(small, built, sent, layout
     found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
     of_axes = {axis: size for axis, size in found.items() if axis in step.rules.mesh}
     # Scales, biases and small tables are left out, and a first token is priced as its whole row: here they weigh much.
-    assert of_axes == pytest.approx(sent(step), rel=0.14)
+    assert of_axes == pytest.approx(sent(step), rel=0.04 if kind == "texts and images" else 0.14)
 
 
 def context_and_tensor(sequences, heads, **keys):

@@ -20,6 +20,7 @@ def hurried(monkeypatch):
         ("WAIT_S", 2.0),
         ("WRONG_S", 0.6),
         ("NEW_NAME_S", 0.6),
+        ("GONE_S", 0.6),
         ("FIRST_REPORT_S", 0.3),
         ("REPORT_S", 0.5),
         ("_ANSWER_S", 0.3),
@@ -67,6 +68,55 @@ def test_one_line_says_who_is_missing():
         f"RunFailed process 1 waited 2 s for process 0 at 127.0.0.1:{port}, in vain (Connection refu"
     )
     assert said[0] == f"waiting for process 0 at 127.0.0.1:{port} (Connection refused)"
+
+
+def test_one_that_ends_while_others_are_waited_for_ends_all_soon(monkeypatch):
+    monkeypatch.setattr(rendezvous, "WAIT_S", 60.0)
+    port, began = free_port(), time.monotonic()
+
+    def come_and_go():
+        with socket.create_connection(("127.0.0.1", port)) as one:
+            one.sendall(b'{"process": 2, "processes": 4}\n')
+            one.recv(100)
+
+    def when_there(then):
+        with contextlib.suppress(ConnectionRefusedError):
+            return then()
+        time.sleep(0.05)
+        when_there(then)
+
+    threading.Thread(target=when_there, args=(come_and_go,)).start()
+    ends, _ = met(port, (0, 4), (1, 4))
+    assert ends == ["RunFailed process 2 ended before all 4 had come\n  fix   start all of them again"] * 2
+    with socket.create_server(("127.0.0.1", port)) as first:  # process 0, which ends
+
+        def end():
+            connection, _ = first.accept()
+            connection.sendall(b'{"error": null}\n')
+            time.sleep(0.2)
+            connection.close()
+            first.close()
+
+        threading.Thread(target=end).start()
+        ends, _ = met(port, (1, 4))
+    assert ends == ["RunFailed process 0 ended before all 4 had come\n  fix   start all of them again"]
+    assert time.monotonic() - began < 30
+
+
+def test_one_that_comes_again_is_waited_for_anew(monkeypatch):
+    monkeypatch.setattr(rendezvous, "WAIT_S", 60.0)
+    monkeypatch.setattr(rendezvous, "GONE_S", 1.5)
+    port = free_port()
+    first = threading.Thread(target=rendezvous.meet, args=(f"127.0.0.1:{port}", 3, 0, print))
+    first.start()
+    time.sleep(0.2)
+    for _ in range(6):
+        with socket.create_connection(("127.0.0.1", port)) as one:
+            one.sendall(b'{"process": 1, "processes": 3}\n')
+            one.recv(100)
+        time.sleep(0.4)
+    assert met(port, (1, 3), (2, 3))[0] == ["", ""]
+    first.join()
 
 
 def test_a_person_waits_ten_seconds_at_most_for_the_first_word():

@@ -367,3 +367,9 @@ def test_a_printed_flag_mends_the_problem_that_it_stands_under_and_makes_no_othe
             if case != WRONG[name]:
                 assert message not in after, f"{alternative} does not mend: {message}"
                 assert set(after) <= set(before), f"{alternative} leads to: {set(after) - set(before)}"
+
+
+def test_the_split_of_an_array_in_words():
+    spec = (), ("data", "fsdp"), ("tensor",)
+    assert rules.describe_split(("layers", "embed", "mlp"), spec) == "embed/data+fsdp mlp/tensor"
+    assert rules.describe_split(("embed",), ((),)) == "replicated"

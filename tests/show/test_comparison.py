@@ -8,7 +8,6 @@ import re
 import pytest
 from rich.console import Console
 
-from gspmd_lm.foresight.table import split
 from gspmd_lm.show import comparison, report, terminal
 from gspmd_lm.show.document import Findings, Notes, Pair, Table, Text
 from gspmd_lm.units import human_bytes, human_count, human_seconds, plural
@@ -89,12 +88,6 @@ def test_the_errors_of_predictions_are_told_once():
     found = comparison.comparison([sample.LLAMA, sample.REFUSED, sample.FSDP, other])
     told = [block.text for block in found.blocks if isinstance(block, Text) and block.text.startswith("error")]
     assert told == [f"error of predicted times: {error}" for error in (sample.PREDICTION.error, "another")]
-
-
-def test_split():
-    spec = (), ("data", "fsdp"), ("tensor",)
-    assert split(("layers", "embed", "mlp"), spec) == "embed/data+fsdp mlp/tensor"
-    assert split(("embed",), ((),)) == "replicated"
 
 
 def test_ranked():

@@ -14,10 +14,11 @@ import fsspec
 import pytest
 from etils import epath
 
-from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.errors import FAILED, InputError, RunFailed
 from gspmd_lm.runtime import endings
 from gspmd_lm.workdir import lock
 
+SECONDS = {name: getattr(lock, name) for name in ("BEAT_S", "AGED_S", "STALE_S", "WAIT_S")}
 HOLD = """
 import sys, time
 from etils import epath
@@ -83,8 +84,8 @@ def test_a_workdir_that_is_gone_is_said_and_leaving_it_hides_no_error(tmp_path, 
 @pytest.fixture
 def store(monkeypatch):
     """An object store in memory whose locks beat fast."""
-    monkeypatch.setattr(lock, "BEAT_S", 0.1)
-    monkeypatch.setattr(lock, "STALE_S", 1.0)
+    for name, seconds in {"BEAT_S": 0.1, "AGED_S": 0.5, "STALE_S": 1.0, "WAIT_S": 1.5}.items():
+        monkeypatch.setattr(lock, name, seconds)
     store = fsspec.filesystem("memory")
     store.makedirs("/run", exist_ok=True)
     yield store
@@ -205,15 +206,65 @@ def test_a_process_that_any_thread_ends_gives_its_lock_back(store, place, tmp_pa
             assert is_held()
 
 
-def test_on_a_store_a_run_that_lost_its_lock_stops(store):
+@pytest.fixture
+def ends(monkeypatch):
+    """The codes and messages with which threads wanted to end this process."""
+    ends = []
+    monkeypatch.setattr(endings, "end", lambda code, message: ends.append((code, message)))
+    return ends
+
+
+@pytest.mark.parametrize("harm", ["taken", "taken and given back"])
+def test_on_a_store_a_run_that_lost_its_lock_stops_or_is_ended(store, ends, harm):
     with lock._Beating(URL, print) as held:
         held.check()
-        other = held.mine | {"token": "another", "process": 9, "host": "there"}
-        store.pipe_file("/run/lock.json", json.dumps(other).encode())
-        held.thread.join(180)
-        with pytest.raises(RunFailed, match="taken over by process 9 on there"):
+        if harm == "taken":
+            other = held.mine | {"token": "another", "process": 9, "host": "there"}
+            store.pipe_file("/run/lock.json", json.dumps(other).encode())
+        else:
+            store.rm_file("/run/lock.json")
+        until = time.monotonic() + 180
+        while not ends and time.monotonic() < until:  # of a main thread that hangs
+            time.sleep(0.05)
+        said = "taken over by process 9 on there" if harm == "taken" else "the lock is gone: another run took it over"
+        with pytest.raises(RunFailed, match=said):
             held.check()
-    assert store.exists("/run/lock.json")  # it is the other one's
+        assert ends[0][0] == FAILED and said in ends[0][1]
+    assert store.exists("/run/lock.json") == (harm == "taken")  # it is the other one's
+
+
+def test_on_a_store_a_run_that_was_stopped_for_long_looks_at_its_lock_before_it_goes_on(store, clock, monkeypatch):
+    with lock._Beating(URL, print) as held:
+        held.ended.set()  # its thread has not come to beat yet
+        held.thread.join(180)
+        clock.now_s = 0.9 * lock.AGED_S
+        store.pipe_file("/run/lock.json", json.dumps(held.mine | {"token": "another"}).encode())
+        held.check()
+        clock.now_s = 1.1 * lock.AGED_S
+        with pytest.raises(RunFailed, match="taken over by"):
+            held.check()
+
+
+def test_on_a_store_that_does_not_answer_nobody_loses_a_lock(store, clock, monkeypatch):
+    def fail(*_):
+        raise OSError("no route to host")
+
+    with lock._Beating(URL, print) as held:
+        monkeypatch.setattr(held.store, "cat_file", fail)
+        clock.now_s = 100.0
+        held.check()
+        assert not held.lost
+
+
+def test_on_a_store_a_new_host_waits_half_a_minute_for_one_that_was_lost_a_while_ago(store, clock, monkeypatch):
+    for name, seconds in SECONDS.items():
+        monkeypatch.setattr(lock, name, seconds)
+    for age_s, least_s, most_s in ((5, 50, 65), (90, 30, 40)):
+        clock.now_s = 1000.0
+        lost = {"process": 7, "host": "gone", "since": "yesterday", "token": "x", "beat": clock.time() - age_s}
+        store.pipe_file("/run/lock.json", json.dumps(lost).encode())
+        with lock._Beating(URL, print):
+            assert least_s <= clock.now_s - 1000 <= most_s
 
 
 def test_on_a_store_a_run_that_ends_leaves_a_lock_that_is_not_its_own(store, monkeypatch):
@@ -239,12 +290,12 @@ def test_on_a_store_a_living_run_whose_clock_is_behind_keeps_its_lock(store, clo
     beat()
     with pytest.raises(InputError, match=r"process 7 on .* is writing there"), lock._Beating(URL, print):
         pass
-    assert lock.STALE_S < clock.now_s < 2 * lock.STALE_S and b'"process": 7' in store.cat_file("/run/lock.json")
+    assert lock.WAIT_S < clock.now_s < 2 * lock.WAIT_S and b'"process": 7' in store.cat_file("/run/lock.json")
 
 
 def test_a_file_system_without_locks_has_the_lock_of_a_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "BEAT_S", 0.1)
-    monkeypatch.setattr(lock, "STALE_S", 0.5)
+    for name, seconds in {"BEAT_S": 0.1, "AGED_S": 0.3, "STALE_S": 0.5, "WAIT_S": 0.5}.items():
+        monkeypatch.setattr(lock, name, seconds)
 
     def cannot(self, *args, **kwargs):
         raise NotImplementedError

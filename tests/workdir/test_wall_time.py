@@ -57,6 +57,26 @@ def test_steps_after_the_last_checkpoint_of_a_killed_run_are_lost(clock, tmp_pat
     assert (seconds["start"], seconds["steps"], seconds["lost"]) == (6, 6, 4)
 
 
+def test_a_hang_is_counted_apart_from_what_hung_and_each_new_kind_is_told(clock):
+    time, kinds = WallTime(), []
+    time.observe = kinds.append
+    with time.spending("steps"):
+        clock.now += 4
+        with time.spending("saves"):
+            clock.now += 70
+            time.count_hang("saves", 65.0)
+            clock.now += 1
+        clock.now += 2
+        time.count_hang("steps", 100.0)  # more than was counted is not there
+    assert (time.seconds["steps"], time.seconds["saves"], time.seconds["hangs"]) == (0, 6, 71)
+    assert kinds == ["steps", "saves", "steps", "start"]
+
+
+def test_the_rows_of_a_version_that_counted_no_hangs_are_read():
+    seconds = wall_time.read_totals([{f"wall_{kind}_s": 2 for kind in KINDS if kind != "hangs"}])
+    assert seconds == {kind: 0.0 if kind == "hangs" else 2.0 for kind in KINDS}
+
+
 def test_a_run_that_was_not_counted_begins_to_be(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 2.0, "wall_steps_s": 1}\n')
     log = Log(epath.Path(tmp_path), 2, Train(steps=9, trackers=()), {})

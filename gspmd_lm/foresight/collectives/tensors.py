@@ -5,10 +5,11 @@ stands for.
 """
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from gspmd_lm.foresight.collectives.def_use import concatenated_values
+from gspmd_lm.foresight.collectives.def_use import concatenated_values, def_chain
 from gspmd_lm.foresight.hlo import Array, Computation, Instruction, Module
 from gspmd_lm.foresight.hlo.values import Value
 from gspmd_lm.foresight.hlo.work import ENDED, STARTED, CollectiveOp, rendezvous
@@ -80,14 +81,32 @@ def _body(loop: Instruction) -> Computation:
 
 
 def _permutes_of_window(loop: Instruction) -> list[CollectiveOp]:
-    """The permutes of a windowed einsum: those in its loop, and the first or last ones beside it."""
+    """The permutes of a windowed einsum: those in its loop, and the first or last ones beside it.
+
+    Several loops may have permutes of one name beside them. Those of a loop give what it begins with, or move what it
+    ends with.
+    """
 
     def permutes(instructions: Iterable[Instruction]) -> list[CollectiveOp]:
         return [op for i in instructions for op in i.collectives if op.kind == "collective-permute"]
 
+    def nearest(chain: Iterable[Instruction], found: Callable[[Instruction], bool]) -> Instruction | None:
+        """The first instruction of a chain that is found before another loop."""
+        before = itertools.takewhile(lambda one: one.opcode != "while" or one is loop, chain)
+        return next(filter(found, before), None)
+
     turning = permutes(_body(loop).instructions.values())
     names = {permute.instruction.op_name for permute in turning}
-    return turning + permutes(i for i in loop.computation.instructions.values() if i.op_name in names)
+    beside = permutes(i for i in loop.computation.instructions.values() if i.op_name in names)
+    each = {op.instruction for op in beside}
+    (begin,) = loop.operands
+    elements = range(len(begin.operands)) if begin.opcode == "tuple" else ()
+    begins = {nearest(def_chain((begin, (n,))), each.__contains__) for n in elements}
+    return turning + [
+        op
+        for op in beside
+        if op.instruction in begins or nearest(def_chain((op.instruction.operands[0], ())), lambda one: one is loop)
+    ]
 
 
 def _tensor_of_window(loop: Instruction, permutes: Sequence[CollectiveOp]) -> MovedTensor:

@@ -44,6 +44,14 @@ _SIZE = re.compile(r"'?([^'=,\s]+)'?=(\d+)")
 _AXIS = re.compile(r"'?([^',:\s]+)'?(?::\((\d+)\)(\d+))?")
 _FIELD = re.compile(r"(\w+)=([\d_x\-]+)")
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm")
+# Convolutions of cuDNN -> which two of (picture, kernel, result) are its operands; the third is what it gives.
+_CONVOLUTIONS = {
+    "__cudnn$convForward": (0, 1),
+    "__cudnn$convForwardGraph": (0, 1),
+    "__cudnn$convBiasActivationForward": (0, 1),
+    "__cudnn$convBackwardInput": (2, 1),
+    "__cudnn$convBackwardFilter": (0, 2),
+}
 _LIBRARIES = ("__cublas$", "__cudnn$")  # the last result of such a call is the memory that it works in
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape", "get-tuple-element", "tuple", "optimization-barrier")
@@ -61,7 +69,7 @@ def matmul_flops(instruction: Instruction) -> float:
         return sum(inner.flops for inner in instruction.inside if inner.opcode != "fusion")
     if instruction.opcode == "dot":
         return _dot(instruction, re.findall(r"\d+", instruction.attributes.get("lhs_contracting_dims", "")))
-    if instruction.opcode == "convolution":
+    if instruction.opcode == "convolution" or instruction.custom_call_target in _CONVOLUTIONS:
         return _convolution(instruction)
     if instruction.custom_call_target in _GEMMS:
         dimensions = instruction.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
@@ -78,10 +86,14 @@ def _convolution(instruction: Instruction) -> float:
     """The multiply-adds of a convolution: pairs of an output and a kernel position that meet an input.
 
     Padding and the holes of a dilation are not inputs. TPU programs write batches and heads as windows, whose size,
-    dilation and padding let every output meet one kernel position. Such a window is not a contraction.
+    dilation and padding let every output meet one kernel position. Such a window is not a contraction. A call of cuDNN
+    says of a gradient which convolution it is the gradient of.
     """
-    left, kernel = (operand.shape.arrays[0].dimensions for operand in instruction.operands)
-    result = instruction.shape.arrays[0].dimensions
+    dimensions_of = dict[int, tuple[int, ...]]()
+    places = _CONVOLUTIONS.get(instruction.custom_call_target, (0, 1))
+    for place, one in zip((*places, 3 - sum(places)), (*instruction.operands[:2], instruction), strict=True):
+        dimensions_of[place] = one.shape.arrays[0].dimensions
+    left, kernel, result = (dimensions_of[place] for place in range(3))
     left_labels, rest = instruction.attributes["dim_labels"].split("_", 1)
     kernel_labels, result_labels = rest.split("->")
     dimensions = len(left_labels) - 2
@@ -265,8 +277,10 @@ def _collective_op(inner: Instruction, scheduled: Instruction) -> CollectiveOp:
     inputs = tuple(array for operand in inner.operands for array in operand.shape.arrays)
     if inner.base == "ragged-all-to-all":  # its operand or its result may be a buffer with empty rows
         inputs = (min(inputs[:2], key=lambda array: array.elements),)
-    # A device keeps but its slice of a reduction: what TPU programs call all-reduce-scatter.
-    scattered = inner is not scheduled and {user.opcode for user in inner.users} == {"dynamic-slice"}
+    # A device keeps but its slice of a reduction: what TPU programs call all-reduce-scatter. It may be one of several
+    # arrays, whose slices are then cut from the elements of a tuple.
+    users = [user for one in inner.users for user in (one.users if one.opcode == "get-tuple-element" else [one])]
+    scattered = inner is not scheduled and {user.opcode for user in users} == {"dynamic-slice"}
     kind = "reduce-scatter" if inner.base == "all-reduce" and scattered else inner.base
     asynchronous = inner.phase == "-start" or inner.is_carried
     asynchronous |= any(caller.phase == "-start" for caller, _ in scheduled.computation.callers)  # on the sparse core

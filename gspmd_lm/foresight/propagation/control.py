@@ -10,7 +10,6 @@ from gspmd_lm.foresight.equations import called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims
-from gspmd_lm.foresight.propagation.wanted import terms, use_counts
 
 _FIXED_POINT_TURNS = 3  # iterations of a loop after which what it carries has settled, in all programs that were tried
 
@@ -34,7 +33,7 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     for number, sharding in enumerate(asked):
         if hasattr(sharding, "spec"):
             wanted[number] = reader.mesh.dims(sharding.spec, inner.outvars[number].aval.ndim)
-    results = reader.read(inner, operands, operation.stack, wanted, operation.terms)
+    results = reader.read(inner, operands, operation.stack, wanted)
     return _move_as_asked(reader, operation, asked, inner.outvars, results)
 
 
@@ -76,8 +75,6 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
             return _rename(reader, one)._replace(loop_depth=outside.loop_depth)
         return one._replace(loop_depth=depth, identity=object())
 
-    added = terms(body, range(carried), use_counts(body))
-    sums = [n for n, var in enumerate(body.invars[constants:][:carried]) if added.get(var) == n and not once]
     slices = [inside(one._replace(dims=one.dims[1:]), one) for one in stacked]
 
     def enter(carry: Sequence[ArraySharding]) -> None:
@@ -88,7 +85,7 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
         carried = (inside(one._replace(identity=None), outside) for one, outside in zip(carry, begin, strict=True))
         operands = [*operation.operands[:constants], *carried, *slices]
-        return reader.read(body, operands, operation.stack, accumulated=sums)
+        return reader.read(body, operands, operation.stack)
 
     carry, results = _settle(reader, begin, enter, iterate)
     for var, result, one in zip(body.outvars, results, carry, strict=False):
@@ -162,14 +159,16 @@ def _settle(
         reader.record.take_back(before)
         is_settled = [one[:2] for one in settled] == [one[:2] for one in carry]
         carry = settled
-        if is_settled:  # but what it began with was made of constants, or could be sent in a narrower dtype
+        if is_settled:  # but what it began with was made of constants
             break
     enter(carry)
     return carry, iterate(carry)
 
 
 def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
-    """A loop whose trip count is not known: it counts once, and is noted as unknown."""
+    """A loop whose trip count is not known: it counts once, and is noted as unknown. It may be taken not to run."""
+    if operation.name.trip_count == "0":
+        return operation.operands[operation.params["cond_nconsts"] + operation.params["body_nconsts"] :]
     reader.add_unknown("the trip count of a while loop")
     condition, body = (operation.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
     skipped, constants = operation.params["cond_nconsts"], operation.params["body_nconsts"]
@@ -181,9 +180,11 @@ def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
     depth = len(reader.loops)
 
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
-        inside = [one._replace(loop_depth=depth, identity=object()) for one in carry]
-        reader.read(condition, [*asked, *inside], operation.stack)
-        return reader.read(body, [*captured, *inside], operation.stack)
+        def inside() -> list[ArraySharding]:
+            return [one._replace(loop_depth=depth, identity=object()) for one in carry]
+
+        reader.read(condition, [*asked, *inside()], operation.stack)
+        return reader.read(body, [*captured, *inside()], operation.stack)
 
     carry, results = _settle(reader, carry, lambda _: None, iterate)
     for var, result, one in zip(body.outvars, results, carry, strict=True):
@@ -215,7 +216,8 @@ def least_of(records: Sequence[Record]) -> Record:
     """The transfers of the branch that sends least, and the FLOPs of the branch that computes most."""
     least = min(records, key=lambda record: record.sent_bytes)
     dearest = max(records, key=lambda record: sum(record.flops.values()))
-    return dataclasses.replace(least, flops=dearest.flops)
+    most = max(record.model_flops for record in records)
+    return dataclasses.replace(least, flops=dearest.flops, model_flops=most)
 
 
 def _least_split(shardings: Iterable[Dims]) -> Dims:

@@ -1,11 +1,17 @@
 """The rules of primitives that compute each element by itself, reduce dimensions or change the form of an array."""
 
-import math
 from collections.abc import Collection
-from typing import Any
 
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule, unknown
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, MeshAxes, axes_of, replicated_sharding, without
+from gspmd_lm.foresight.propagation.sharding import (
+    ArraySharding,
+    Dims,
+    MeshAxes,
+    axes_of,
+    replicated_sharding,
+    without,
+)
+from gspmd_lm.foresight.propagation.views import ELEMENTWISE, reshaped_dims
 from gspmd_lm.foresight.propagation.wanted import ADDITIVE
 
 
@@ -112,44 +118,10 @@ def squeeze(_: Reader, operation: Operation) -> ArraySharding:
 
 def reshape(reader: Reader, operation: Operation) -> ArraySharding:
     """Dimensions are joined and cut apart. What splits the major part of them splits the major part afterwards."""
-    operand, aval = operation.operands[0], operation.inputs[0]
-    dims: list[MeshAxes] = [()] * len(operation.params["new_sizes"])
-    lost: set[str] = set()
-    for old, new in _groups(aval.shape, operation.params["new_sizes"]):
-        names, whole = list[str](), True
-        for d in old:
-            if whole:
-                names += operand.dims[d]
-            else:
-                lost |= set(operand.dims[d])
-            whole = whole and reader.mesh.shards(operand.dims[d]) == aval.shape[d]
-        for d in new:
-            size = operation.params["new_sizes"][d]
-            while names and size % reader.mesh[names[0]] == 0:
-                size //= reader.mesh[names[0]]
-                dims[d] += (names.pop(0),)
-            if size > 1:
-                break
-        lost |= set(names)
+    operand = operation.operands[0]
+    dims, lost = reshaped_dims(reader.mesh, operand.dims, operation.inputs[0].shape, operation.params["new_sizes"])
     reader.move_operand(operation, 0, without(operand.dims, lost), keep_unreduced=True)
-    return ArraySharding(tuple(dims), operand.unreduced, operand.is_constant)
-
-
-def _groups(old: Any, new: Any) -> list[tuple[list[int], list[int]]]:
-    """The dimensions of two shapes, in groups that have equally many elements: ([0, 1], [0]) where two are joined."""
-    groups, i, j = [], 0, 0
-    while i < len(old) or j < len(new):
-        a, b = ([i] if i < len(old) else []), ([j] if j < len(new) else [])
-        i, j = i + len(a), j + len(b)
-        while (left := math.prod(old[d] for d in a)) != (right := math.prod(new[d] for d in b)):
-            if left < right:
-                a.append(i)
-                i += 1
-            else:
-                b.append(j)
-                j += 1
-        groups.append((a, b))
-    return groups
+    return ArraySharding(dims, operand.unreduced, operand.is_constant)
 
 
 def along_dimension(reader: Reader, operation: Operation) -> list[ArraySharding]:
@@ -184,96 +156,6 @@ def _whole_dimensions(operation: Operation, rank: int) -> Collection[int]:
     return [params.get("dimension", params.get("axis", -1)) % rank]
 
 
-ELEMENTWISE = (
-    "abs",
-    "acos",
-    "acosh",
-    "add",
-    "add_any",
-    "and",
-    "asin",
-    "asinh",
-    "atan",
-    "atan2",
-    "atanh",
-    "bessel_i0e",
-    "bessel_i1e",
-    "bitcast_convert_type",
-    "cbrt",
-    "ceil",
-    "clamp",
-    "clz",
-    "complex",
-    "conj",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "cos",
-    "cosh",
-    "digamma",
-    "div",
-    "eq",
-    "eq_to",
-    "erf",
-    "erf_inv",
-    "erfc",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "ge",
-    "gt",
-    "igamma",
-    "igamma_grad_a",
-    "igammac",
-    "imag",
-    "integer_pow",
-    "is_finite",
-    "le",
-    "le_to",
-    "lgamma",
-    "log",
-    "log1p",
-    "log2",
-    "logistic",
-    "lt",
-    "lt_to",
-    "max",
-    "min",
-    "mul",
-    "mulhi",
-    "name",
-    "ne",
-    "neg",
-    "nextafter",
-    "not",
-    "one_minus_square",
-    "or",
-    "polygamma",
-    "polynomial",
-    "population_count",
-    "pow",
-    "real",
-    "reduce_precision",
-    "regularized_incomplete_beta",
-    "rem",
-    "round",
-    "rsqrt",
-    "shift_left",
-    "shift_right_arithmetic",
-    "shift_right_logical",
-    "sign",
-    "sin",
-    "sinh",
-    "sqrt",
-    "square",
-    "stop_gradient",
-    "sub",
-    "tan",
-    "tanh",
-    "xor",
-    "zeta",
-)
 CONSTANT = (
     "iota",
     "empty",
@@ -327,23 +209,12 @@ ALONG_DIMENSIONS = (
 )
 
 
-def convert(reader: Reader, operation: Operation) -> ArraySharding | list[ArraySharding]:
-    """An array in another dtype. If that is wider, the array can be sent before it is converted."""
-    result, operand = elementwise(reader, operation), operation.operands[0]
-    before, after = operation.inputs[0].dtype, operation.output.dtype
-    narrower = operand.narrower or before
-    if not isinstance(result, ArraySharding) or result.unreduced or narrower.itemsize >= after.itemsize:
-        return result
-    return result._replace(narrower=narrower)
-
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(CONSTANT, constant),
     **dict.fromkeys(("random_wrap", "random_unwrap", "random_clone"), constant),
     **dict.fromkeys(REDUCTIONS, reduction),
     **dict.fromkeys(ALONG_DIMENSIONS, along_dimension),
-    "convert_element_type": convert,
     "select_n": select,
     "broadcast_in_dim": broadcast,
     "transpose": transpose,

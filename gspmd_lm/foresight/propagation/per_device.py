@@ -1,6 +1,7 @@
 """The rule of `shard_map`: a program of one device, which says itself what devices send each other."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +11,21 @@ from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.equations import called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.control import least_of
 from gspmd_lm.foresight.propagation.matmuls import kernel_flops
-from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
+from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, array_bytes, rank_of, replicated_sharding, without
-from gspmd_lm.foresight.propagation.wanted import ADDITIVE
+from gspmd_lm.foresight.propagation.sharding import (
+    ArraySharding,
+    array_bytes,
+    axes_of,
+    rank_of,
+    replicated_sharding,
+    without,
+)
+from gspmd_lm.foresight.propagation.wanted import ADDITIVE, terms, use_counts
 
+_SUMS = ("psum", "psum_invariant")
 _COLLECTIVES = {
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
+    **dict.fromkeys(_SUMS, "all-reduce"),
     "pmax": "all-reduce",
     "pmin": "all-reduce",
     "reduce_scatter": "reduce-scatter",
@@ -28,7 +36,9 @@ _COLLECTIVES = {
     "ragged_all_to_all": "ragged-all-to-all",
 }
 _NO_COLLECTIVES = ("axis_index", "pvary", "pcast", "pbroadcast")  # they name mesh axes, and send nothing
-_SUMS = ADDITIVE | {"psum", "psum_invariant", *_NO_COLLECTIVES}
+# Those that may be done before a sum over devices as well as after it: of its terms, and of one factor.
+ADDED = ADDITIVE | {*_NO_COLLECTIVES, *_SUMS}
+_SCALING = {"mul", "div"}
 
 
 def shard_map(reader: Reader, operation: Operation) -> list[ArraySharding]:
@@ -47,21 +57,33 @@ def shard_map(reader: Reader, operation: Operation) -> list[ArraySharding]:
         reader.move_operand(operation, number, target, chosen=False)
     if left:
         reader.add_unknown("a shard_map that leaves mesh axes to the compiler")
-    only_sums = all(equation.primitive.name in _SUMS for equation in body.eqns)
-    is_late = only_sums and len(operation.terms) == len(operation.equation.outvars)
-    # On TPUs and GPUs, XLA makes a sum over devices that a loop adds to what it carries once, after the loop.
-    depth = len(reader.loops) - is_late
-    operands = [one._replace(loop_depth=min(one.loop_depth, depth)) for one in operation.operands]
-    results = PerDevice(reader, operation.stack, 1 / reader.mesh.shards(left)).read(body, operands)
+    ranks = [aval.ndim for aval in operation.inputs]
+    operands = [one._replace(loop_depth=min(one.loop_depth, len(reader.loops))) for one in operation.operands]
+    device = PerDevice(reader, operation.stack, 1 / reader.mesh.shards(left))
+    places = map(reader.mesh.dims, operation.params["in_specs"], ranks)
+    programs = reader.programs
+    reader.programs *= reader.mesh.shards(axes_of(itertools.chain(*places)))  # along other axes, all do the same
+    results = device.read(body, operands)
+    reader.programs = programs
+    specs = [
+        reader.mesh.dims(spec, var.aval.ndim)
+        for spec, var in zip(operation.params["out_specs"], body.outvars, strict=True)
+    ]
+    if left or any(one.unreduced & axes_of(dims) for one, dims in zip(results, specs, strict=True)):
+        results = device.add_up_all(operation, body, results)  # sums that are pieces of the results
     return [
-        ArraySharding(reader.mesh.dims(spec, var.aval.ndim), loop_depth=result.loop_depth + is_late)
-        for var, spec, result in zip(operation.equation.outvars, operation.params["out_specs"], results, strict=True)
+        ArraySharding(dims, one.unreduced, loop_depth=one.loop_depth) for dims, one in zip(specs, results, strict=True)
     ]
 
 
 @dataclasses.dataclass
 class PerDevice:
-    """Reads the program of one device. Of each array it follows which loops change it, and which array it is."""
+    """Reads the program of one device. Of each array it follows which loops change it, and which array it is.
+
+    A sum over devices is made as late as possible, as compilers do: after what may be done before as well as after it,
+    once for sums that are added, and behind a loop that only adds it to what it carries. Until then the array is the
+    partial sum, and `unreduced` has the mesh axes over which it is summed.
+    """
 
     reader: Reader
     stack: str
@@ -70,9 +92,12 @@ class PerDevice:
     def read(self, jaxpr: Any, arguments: Sequence[ArraySharding]) -> list[ArraySharding]:
         """The known facts about the results of a jaxpr, from those about its arguments."""
         known = {
-            var: replicated_sharding(rank_of(var.aval))._replace(loop_depth=one.loop_depth, identity=one.identity)
+            var: replicated_sharding(rank_of(var.aval))._replace(
+                loop_depth=one.loop_depth, identity=one.identity, unreduced=one.unreduced
+            )
             for var, one in zip(jaxpr.invars, arguments, strict=True)
         }
+        uses = use_counts(jaxpr)
 
         def array(atom: Any) -> ArraySharding:
             if isinstance(atom, core.Literal):
@@ -81,9 +106,41 @@ class PerDevice:
 
         for equation in jaxpr.eqns:
             names = "/".join(filter(None, (self.stack, str(equation.source_info.name_stack))))
-            results = self._results(Operation(equation, names, [array(atom) for atom in equation.invars], {}))
-            known.update(zip(equation.outvars, results, strict=True))
+            operation = Operation(equation, names, [array(atom) for atom in equation.invars], {})
+            kept = self._kept_sums(operation)
+            for number, atom in enumerate(equation.invars):
+                if operation.operands[number].unreduced - kept:
+                    known[atom] = self._add_up(operation, atom.aval, operation.operands[number])
+                    operation.operands[number] = known[atom]
+            for var, result in zip(equation.outvars, self._results(operation), strict=True):
+                known[var] = self._add_up(operation, var.aval, result) if uses[var] > 1 else result
         return [array(atom) for atom in jaxpr.outvars]
+
+    def _kept_sums(self, operation: Operation) -> frozenset[str]:
+        """The mesh axes over which an operation may be given partial sums, and gives one itself."""
+        primitive, operands = operation.primitive, operation.operands
+        sums = [one.unreduced for one in operands if one.unreduced]
+        if not sums or primitive in CALLS or (primitive in _SUMS and not operation.params.get("axis_index_groups")):
+            return frozenset().union(*sums)
+        scales = primitive in _SCALING and len(sums) == 1 and not (primitive == "div" and operands[-1].unreduced)
+        sum_bytes = sum(
+            array_bytes(aval) for aval, one in zip(operation.inputs, operands, strict=True) if one.unreduced
+        )
+        grows = sum(array_bytes(var.aval) for var in operation.equation.outvars) > sum_bytes
+        return sums[0] if (primitive in ADDED or scales) and len({*sums}) == 1 and not grows else frozenset()
+
+    def _add_up(self, operation: Operation, aval: Any, array: ArraySharding) -> ArraySharding:
+        """An array with its partial sums added up, which XLA does once for each array."""
+        done = "sum", array.identity, array.unreduced
+        if array.unreduced and (array.identity is None or done not in self.reader.record.copies):
+            costs = self.reader.mesh.cost("all-reduce", array.unreduced, array_bytes(aval) * self.share)
+            self.reader.add_transfers(operation, aval, array, costs)
+            self.reader.record.copies[done] = ()
+        return array.without_partial_sums()
+
+    def add_up_all(self, operation: Operation, jaxpr: Any, results: Sequence[ArraySharding]) -> list[ArraySharding]:
+        """The results of a program, or those of an iteration of a loop, with their partial sums added up."""
+        return [self._add_up(operation, var.aval, one) for var, one in zip(jaxpr.outvars, results, strict=True)]
 
     def _results(self, operation: Operation) -> list[ArraySharding]:
         primitive, params, operands = operation.primitive, operation.params, operation.operands
@@ -96,8 +153,9 @@ class PerDevice:
         if primitive == "while":
             self.reader.add_unknown("the trip count of a while loop")
             of_condition, of_body = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
-            self._inside(params["cond_jaxpr"].jaxpr, operation, [*of_condition, *of_body[params["body_nconsts"] :]])
-            return self._inside(params["body_jaxpr"].jaxpr, operation, of_body)
+            condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+            self._inside(condition, operation, [*of_condition, *of_body[params["body_nconsts"] :]])
+            return self.add_up_all(operation, body, self._inside(body, operation, of_body))
         if primitive == "pallas_call":
             self.reader.add_flops(operation, kernel_flops(params) * self.share * self._filled_part(operation))
         elif primitive == "cond":
@@ -108,9 +166,13 @@ class PerDevice:
             self.reader.add_unknown(primitive)
         if primitive == "optimization_barrier":
             return self._results_that_change_with(operation, operands, object())  # other arrays for collectives
-        part = self._filled_part(operation) if primitive == equations.GROUPED else 1.0
-        self.reader.add_flops(operation, equations.flops(operation.equation) * self.share * part)
-        return self._results_that_change_with(operation, operands, self.reader.value(operation))
+        identity, done = self.reader.value(operation), self.reader.record.results
+        if identity is None or identity not in done:  # what is computed twice is computed once
+            part = self._filled_part(operation) if primitive == equations.GROUPED else 1.0
+            self.reader.add_flops(operation, equations.flops(operation.equation) * self.share * part)
+            done[identity] = []
+        kept, results = self._kept_sums(operation), self._results_that_change_with
+        return [one._replace(unreduced=kept) for one in results(operation, operands, identity)]
 
     def _results_that_change_with(
         self, operation: Operation, operands: Sequence[ArraySharding], identity: Any = None
@@ -123,6 +185,8 @@ class PerDevice:
 
     def _inside(self, jaxpr: Any, operation: Operation, arguments: Sequence[ArraySharding]) -> list[ArraySharding]:
         if len(jaxpr.invars) != len(arguments):  # such as a function with a derivative written by hand
+            for aval, one in zip(operation.inputs, operation.operands, strict=True):
+                self._add_up(operation, aval, one)
             depth = max((one.loop_depth for one in arguments), default=0)
             arguments = [ArraySharding(loop_depth=depth)] * len(jaxpr.invars)
         return dataclasses.replace(self, stack=operation.stack).read(jaxpr, arguments)
@@ -135,17 +199,25 @@ class PerDevice:
             one if number < constants else ArraySharding(loop_depth=changed)
             for number, one in enumerate(operation.operands)
         ]
+        uses = use_counts(body)
+        added = terms(body, range(carried), uses)
+        only_added = {n for n, var in enumerate(body.invars[constants:][:carried]) if added.get(var) == n}
         self.reader.loops.append(operation.params["length"])
-        self._inside(body, operation, inside)
+        results = self._inside(body, operation, inside)
+        sums = [one.unreduced if n in only_added else frozenset() for n, one in enumerate(results)]
+        in_each = [one.without_partial_sums() if kept else one for one, kept in zip(results, sums, strict=True)]
+        self.add_up_all(operation, body, in_each)
         self.reader.loops.pop()
-        return self._results_that_change_with(operation, operation.operands)
+        around = self._results_that_change_with(operation, operation.operands)
+        return [one._replace(unreduced=kept) for one, kept in zip(around, sums, strict=True)]
 
     def _branches(self, operation: Operation) -> None:
         """Adds what the branch sends that sends least, and what the one computes that computes most."""
         records: list[Record] = []
         for branch in operation.params["branches"]:
             with self.reader.trial() as record:
-                self._inside(branch.jaxpr, operation, operation.operands[1:])
+                results = self._inside(branch.jaxpr, operation, operation.operands[1:])
+                self.add_up_all(operation, branch.jaxpr, results)
             records.append(record)
         self.reader.record.add(least_of(records))
 
@@ -156,6 +228,12 @@ class PerDevice:
         over = self.reader.mesh.parts(name for name in named if isinstance(name, str))
         inputs, operands = operation.inputs, operation.operands
         kind, groups = _COLLECTIVES[operation.primitive], operation.params.get("axis_index_groups")
+        if operation.primitive in _SUMS and not groups:
+            results = self._results_that_change_with(operation, operands, self.reader.value(operation))
+            return [
+                one._replace(unreduced=operand.unreduced | frozenset(over), loop_depth=operand.loop_depth)
+                for one, operand in zip(results, operands, strict=True)
+            ]
         if kind == "ragged-all-to-all":
             # One of operand and result is a buffer with more room than even loads fill: the fewer rows travel.
             few, many = sorted(inputs[:2], key=lambda aval: aval.shape[0])

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -17,13 +17,13 @@ from gspmd_lm.foresight.propagation.sharding import (
     MeshShape,
     array_bytes,
     axes_of,
-    bytes_to_send,
     rank_of,
     replicated_sharding,
     total_bytes,
     without,
 )
-from gspmd_lm.foresight.propagation.wanted import ADDITIVE, CONSTRAINTS, Wanted, terms, use_counts, wanted_dims
+from gspmd_lm.foresight.propagation.views import VIEWS, View
+from gspmd_lm.foresight.propagation.wanted import ADDITIVE, CONSTRAINTS, Wanted, use_counts, wanted_dims
 from gspmd_lm.sharding import op_names
 
 # Those that are additive in one of their operands.
@@ -53,8 +53,9 @@ _READ_PARTIAL_SUMS = ADDITIVE | MULTIPLICATIVE | CONTROL
 
 RENAMING = ("optimization_barrier", "device_put")  # their rules say that nothing is made
 
-_NONE = frozenset[int]()
-_INDICES = ("int32", "uint32")  # dtypes of arrays for which it is worth while to see that they are the same
+# Those that are computed anew each time: a kernel that XLA does not look into, and what stands behind a barrier.
+_NOT_SHARED = {"pallas_call", *RENAMING}
+_MOST_VIEWS = 12  # of an array that is known to be made of another one: how many steps are looked back
 
 
 class Operation:
@@ -66,7 +67,6 @@ class Operation:
         stack: str,
         operands: list[ArraySharding],
         wanted: Wanted,
-        terms: frozenset[int] = frozenset(),
     ) -> None:
         self.equation = equation
         self.primitive: str = equation.primitive.name
@@ -75,7 +75,6 @@ class Operation:
         self.inputs: list[Any] = [atom.aval for atom in equation.invars]  # shapes and dtypes of the operands
         self.operands = operands
         self.wanted = wanted
-        self.terms = terms  # the results that are only added to what the loop around carries
 
     @property
     def output(self) -> Any:
@@ -109,6 +108,7 @@ class Way(NamedTuple):
 
     costs: list[CollectiveCost]
     begin: ArraySharding  # from where it is sent
+    aval: Any = None  # what is sent, if that is not the array itself but what the array is made of
     copies: Sequence[tuple[ArraySharding, ArraySharding]] = ()  # other arrays, and where they are then, too
     spared: Sequence[Transfer] = ()  # what was noted before and need not be sent then
 
@@ -129,16 +129,19 @@ class Reader:
         self.mesh = MeshShape(mesh)
         self.rules = rules
         self.loops: list[int] = []
+        self.programs = 1  # of devices that compute different things, in the program of one device
         self.products = 0  # how many matmuls, convolutions and kernels were met
         # Buffers of exchanges are filled as balanced routing fills them. Rows of such buffers -> how much of them is.
         self.filled: dict[int, float] = {}
         self.values: dict[Any, object] = {}  # what is computed from which arrays -> the identity of the result
+        self.views: dict[Any, View] = {}  # the identity of what is made of one array alone -> that array
+        self._params: dict[int, tuple[Any, Any]] = {}  # the id of an equation -> itself, and a key of what it computes
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[Record]:
         """A context that notes in a record of its own, as if what was noted before had been noted there too."""
         before = self.record
-        self.record = Record(copies=dict(before.copies))
+        self.record = Record(copies=dict(before.copies), results=dict(before.results))
         try:
             yield self.record
         finally:
@@ -151,11 +154,16 @@ class Reader:
         return math.prod(self.loops[:depth])
 
     def add_flops(self, operation: Operation, flops: float) -> None:
-        """Notes FLOPs of one device, which run in each iteration of all loops around."""
+        """Notes FLOPs of one device, which run in each iteration of all loops around, and those of the model.
+
+        The model is what all devices compute together, without recomputation and without kernels of Pallas.
+        """
         if flops:
             self.products += 1
-            total = self.record.flops.get(operation.phase, 0.0) + flops * math.prod(self.loops)
-            self.record.flops[operation.phase] = total
+            times = math.prod(self.loops)
+            self.record.flops[operation.phase] = self.record.flops.get(operation.phase, 0.0) + flops * times
+            if operation.phase != "recomputation":
+                self.record.model_flops += equations.flops(operation.equation) * self.programs * times
 
     def add_unknown(self, what: str) -> None:
         self.record.unknown[what] += 1
@@ -174,7 +182,7 @@ class Reader:
                 Transfer(
                     array=operation.label,
                     shape=tuple(aval.shape),
-                    dtype=str(aval.dtype if source.unreduced else source.narrower or aval.dtype),
+                    dtype=str(aval.dtype),
                     kind=cost.kind,
                     mesh_axes=self.mesh.label(cost.mesh_axes),
                     bytes=cost.bytes,
@@ -192,13 +200,14 @@ class Reader:
     ) -> ArraySharding:
         """The array in another sharding, its partial sums added up. What must be sent for it is noted.
 
-        It is sent from where that costs least, of the shardings in which the array was before.
+        It is sent from where that costs least, of the shardings in which the array was before, or as what it was made
+        of.
         """
         result = source.with_dims(target).without_partial_sums()._replace(scatter=None)
         if source.is_constant or not hasattr(aval, "shape"):
             return result._replace(is_constant=False)
         way, noted = self.cheapest(aval, source, target), len(self.record.transfers)
-        self.add_transfers(operation, aval, way.begin, way.costs, chosen)
+        self.add_transfers(operation, way.aval or aval, way.begin, way.costs, chosen)
         if source.scatter and source.unreduced:
             self._add_sum(source.scatter.updates_sharding.identity, way, noted)
         if source.identity is not None and way.costs:
@@ -227,21 +236,37 @@ class Reader:
         if source.is_constant:
             return Way([], source)
         sources = [source, *self.record.copies.get(source.identity, ())]
-        ways = [
-            Way(self.mesh.reshard(bytes_to_send(aval, one), one.dims, target, one.unreduced), one) for one in sources
-        ]
+        ways = [Way(self.mesh.reshard(array_bytes(aval), one.dims, target, one.unreduced), one) for one in sources]
         if source.scatter and source.unreduced:
-            ways.append(self._scattered_elsewhere(aval, source, target))
+            rows = axes_of(names for d, names in enumerate(target) if d not in source.scatter.dimension.values())
+            ways += [self._scattered_elsewhere(aval, source, target, over) for over in {frozenset(), rows}]
+        if ways[0].costs:  # of ways that send as much, the earliest, so that others can be made of what it brings
+            ways = [*reversed([*self._before_views(source, target)]), *ways]
         return min(ways, key=lambda way: way.more_bytes)
 
-    def _scattered_elsewhere(self, aval: Any, source: ArraySharding, target: Dims) -> Way:
+    def _before_views(self, source: ArraySharding, target: Dims) -> Iterator[Way]:
+        """The ways to send what an array is made of, where it is made of one array alone: before a transposition, an
+        addition of a constant, or a conversion to a wider dtype. Each device then makes its part of the array."""
+        for _ in range(_MOST_VIEWS):
+            view = self.views.get(source.identity)
+            if view is None or (dims := view.dims_before(self.mesh, target)) is None:
+                return
+            source, target = view.source, dims
+            copies = (source, *self.record.copies.get(source.identity, ()))
+            for one in copies:
+                costs = self.mesh.reshard(array_bytes(view.aval), one.dims, target, one.unreduced)
+                moved = source.with_dims(target).without_partial_sums()._replace(scatter=None)
+                yield Way(costs, one, view.aval, [(source, moved)] if costs else ())
+
+    def _scattered_elsewhere(self, aval: Any, source: ArraySharding, target: Dims, rows: frozenset[str]) -> Way:
         """Sends the rows that are added up to where the sum is wanted, with their indices.
 
+        rows: mesh axes that split the rows of the sum, along which each device is then sent all rows that are added.
         Other sums of the same rows, such as those of the tables of tokens and of positions, are then made there, too.
         """
         updates, updates_sharding, indices, indices_sharding, dimension = source.scatter
         columns = [target[dimension[d]] if d in dimension else () for d in range(updates.ndim)]
-        over = axes_of(columns)
+        over = axes_of(columns) | rows
         remaining = without(updates_sharding.dims, over)
         wanted = tuple(names or left for names, left in zip(columns, remaining, strict=True))
         costs, copies = [], []
@@ -253,11 +278,11 @@ class Reader:
             if sent and array.identity is not None:
                 copies.append((array, array.with_dims(dims).without_partial_sums()._replace(scatter=None)))
             costs += sent
-        looked_up = [names if d in dimension.values() else () for d, names in enumerate(target)]
+        looked_up = [tuple(name for name in names if name in over) for names in target]
         costs += self.mesh.reshard(array_bytes(aval), tuple(looked_up), target, source.unreduced - over)
         sums = self.record.sums.get(updates_sharding.identity, ()) if copies else ()
         times = self.times(source.loop_depth)
-        return Way(costs, source, copies, [one for one in sums if one.times_per_step == times])
+        return Way(costs, source, None, copies, [one for one in sums if one.times_per_step == times])
 
     def move_operand(
         self, operation: Operation, number: int, target: Dims, keep_unreduced: bool = False, chosen: bool = True
@@ -297,16 +322,14 @@ class Reader:
         operands: Sequence[ArraySharding],
         stack: str = "",
         wanted: Sequence[Dims | None] = (),
-        accumulated: Collection[int] = (),
     ) -> list[ArraySharding]:
-        """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands.
-
-        accumulated: the numbers of results that are only added to what the loop around carries.
-        """
+        """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands."""
         wants, uses = wanted_dims(self.mesh, jaxpr, wanted), use_counts(jaxpr)
-        added = terms(jaxpr, accumulated, uses)
         known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_with_identity, operands), strict=True))
-        known |= {var: replicated_sharding(rank_of(var.aval), is_constant=True) for var in jaxpr.constvars}
+        known |= {
+            var: replicated_sharding(rank_of(var.aval), is_constant=True)._replace(identity=var)
+            for var in jaxpr.constvars
+        }
         constrained: dict[Any, ArraySharding] = {}
 
         def sharding_of(atom: Any) -> ArraySharding:
@@ -315,8 +338,7 @@ class Reader:
         for equation in equations.with_rolls(jaxpr):
             names = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
             outputs = equation.outvars
-            of_sum = frozenset(number for number, var in enumerate(outputs) if var in added) if added else _NONE
-            operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants, of_sum)
+            operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants)
             operands, primitive = operation.operands, operation.primitive
             if primitive not in _READ_PARTIAL_SUMS:
                 for number, atom in enumerate(equation.invars):  # one sum for all that reads it
@@ -329,15 +351,12 @@ class Reader:
                 results = self._results(operation)
             depth = max((one.loop_depth for one in operands), default=0)
             for var, result in zip(outputs, results, strict=True):
-                dims, unreduced, is_constant, own_depth, narrower, identity, scatter = result
-                if identity is None and len(results) == 1 and getattr(var.aval, "dtype", None) in _INDICES:
-                    identity = self.value(operation)
+                dims, unreduced, is_constant, own_depth, identity, scatter = result
                 result = ArraySharding(
                     dims,
                     unreduced - axes_of(dims) if unreduced else unreduced,
                     is_constant,
                     own_depth if primitive in CONTROL else depth,
-                    narrower,
                     object() if identity is None else identity,
                     scatter,
                 )
@@ -360,10 +379,26 @@ class Reader:
 
     def value(self, operation: Operation) -> Any:
         """A key that is equal for operations that compute the same from the same arrays; None if that is not known."""
-        operands = tuple(one.identity for one in operation.operands)
-        if None in operands:
+        operands = []
+        for atom, one in zip(operation.equation.invars, operation.operands, strict=True):
+            literal = isinstance(atom, core.Literal)
+            operands.append((str(atom.val), str(atom.aval)) if literal else one.identity)
+        if None in operands or operation.primitive in _NOT_SHARED:
             return None
-        return self.values.setdefault((operation.primitive, str(operation.params), operands), object())
+        return self.values.setdefault((self._computed(operation), *operands), object())
+
+    def _computed(self, operation: Operation) -> Any:
+        """A key of what an operation computes. Equations are read several times, in loops."""
+        known = self._params.get(id(operation.equation))
+        if known is None or known[0] is not operation.equation:
+            params = operation.params.values()
+            key: Any = operation.primitive, tuple(str(one) if equations.is_jaxpr(one) else one for one in params)
+            try:
+                hash(key)
+            except TypeError:
+                key = operation.primitive, str(operation.params)
+            known = self._params[id(operation.equation)] = operation.equation, key
+        return known[1]
 
     def _for_all_uses(self, operation: Operation, var: Any, array: ArraySharding) -> ArraySharding:
         """An array that is read several times: added up once, and moved once if other dimensions are wanted split."""
@@ -379,9 +414,31 @@ class Reader:
         outputs = operation.equation.outvars
         if operation.primitive not in CONTROL and all(one.is_constant for one in operation.operands):
             self.add_flops(operation, equations.flops(operation.equation))
-            return [replicated_sharding(rank_of(var.aval), is_constant=True) for var in outputs]
-        rule = self.rules.get(operation.primitive, unknown)
-        shardings = rule(self, operation)
+            identity, one = self.value(operation), len(outputs) == 1
+            return [
+                replicated_sharding(rank_of(var.aval), True)._replace(identity=identity if one else None)
+                for var in outputs
+            ]
+        identity = None if operation.primitive in CONTROL else self.value(operation)
+        if identity is None:
+            return self._by_rule(operation)
+        # XLA computes once what a program computes twice from the same arrays, where they are split alike.
+        key = identity, *((one.dims, one.unreduced) for one in operation.operands)
+        if key not in self.record.results:
+            changing = [number for number, one in enumerate(operation.operands) if not one.is_constant]
+            results, one = self._by_rule(operation), len(outputs) == 1
+            self.record.results[key] = [
+                result if result.identity is not None else result._replace(identity=identity if one else (identity, n))
+                for n, result in enumerate(results)
+            ]
+            if one and len(changing) == 1 and operation.primitive in VIEWS:
+                (number,) = changing
+                self.views[identity] = View(operation.operands[number], operation.inputs[number], operation.equation)
+        return self.record.results[key]
+
+    def _by_rule(self, operation: Operation) -> list[ArraySharding]:
+        shardings = self.rules.get(operation.primitive, unknown)(self, operation)
+        outputs = operation.equation.outvars
         return [shardings] * len(outputs) if isinstance(shardings, ArraySharding) else list(shardings)
 
     def _constrain(self, operation: Operation, seen: dict[Any, ArraySharding], uses: int) -> ArraySharding:

@@ -151,9 +151,12 @@ class Record:
 
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
     flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of one device, by phase
+    model_flops: float = 0.0  # see `Reading.model_flops`
     unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     # An array's identity -> the shardings in which devices have it already.
     copies: dict[Any, tuple[ArraySharding, ...]] = dataclasses.field(default_factory=dict)
+    # What is computed from which arrays, and how they are split -> the results, for whoever computes the same again.
+    results: dict[Any, list[ArraySharding]] = dataclasses.field(default_factory=dict)
     # The identity of rows that are added to tables -> what was sent of the tables, in place of the rows.
     sums: dict[Any, list[Transfer]] = dataclasses.field(default_factory=dict)
     values: SavedValues = dataclasses.field(default_factory=SavedValues)
@@ -174,6 +177,7 @@ class Record:
         self.transfers += other.transfers
         for phase, flops in other.flops.items():
             self.flops[phase] = self.flops.get(phase, 0.0) + flops
+        self.model_flops += other.model_flops
         self.unknown += other.unknown
         self.copies = other.copies
         self.values.update(other.values)

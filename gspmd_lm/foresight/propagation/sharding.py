@@ -23,8 +23,7 @@ class ArraySharding(NamedTuple):
     unreduced: frozenset[str] = frozenset()
     is_constant: bool = False  # made of constants alone: each device makes what it needs
     loop_depth: int = 0  # how many of the loops around it change it; the collectives of others are hoisted
-    narrower: Any = None  # the dtype that it was converted from, if that has fewer bytes: it can be sent before
-    identity: Any = None  # an array is brought to a sharding once
+    identity: Any = None  # of its value: what is equal has one, and is brought to a sharding once
     scatter: Any = None  # the `ScatterAdd` that it is the result of
 
     @property
@@ -197,13 +196,6 @@ def _named_factors(name: str, size: int) -> dict[str, int]:
             rest //= prime
     factors += [rest] if rest > 1 else []
     return {f"{name}/{n}": factor for n, factor in enumerate(factors)} if len(factors) > 1 else {name: size}
-
-
-def bytes_to_send(aval: Any, array: ArraySharding) -> int:
-    """The bytes of a whole array when it is sent. A partial sum is one in its own dtype only."""
-    if array.narrower is None or array.unreduced:
-        return array_bytes(aval)
-    return math.prod(aval.shape) * array.narrower.itemsize
 
 
 def total_bytes(costs: Iterable[CollectiveCost]) -> float:

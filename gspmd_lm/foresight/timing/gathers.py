@@ -26,7 +26,7 @@ SUM_TILE = 2.6  # cycles of a weighted sum for each tile of FEW rows
 # Cycles that take 128 numbers of a row out of their tile; and those of a sort of keys with their places, for each
 # register of them in each round of comparisons.
 _NEWER, _OLDER = (0.73, 5.1), (1.07, 8.2)  # v6e, v5p
-_CYCLES = {"v6e": _NEWER, "tpu7x": _NEWER, "v5p": _OLDER, "v5e": _OLDER, "v4": _OLDER}  # v4 and tpu7x: inferred
+_CYCLES = {"v6e": _NEWER, "tpu7x": _NEWER}  # tpu7x: inferred, as are v2, v3 and v4, which are taken to be as v5p
 _NARROW = re.compile(r"T\(([124]),128\)")
 
 
@@ -75,7 +75,7 @@ def gather_s(
     read_s, stored_s = (size / hbm_bytes_per_s for size in (found_bytes * max(1, 32 // table_bits), stored_bytes))
     if on_sparse_cores:
         return max(read_s + stored_s, pieces / SPARSECORE_PIECES_PER_S)
-    cycles = rows * GATHER_ROW + pieces * _CYCLES[chip.name][0]
+    cycles = rows * GATHER_ROW + pieces * _CYCLES.get(chip.compiler_name, _OLDER)[0]
     return max(read_s, cycles / chip.tensor_cores / chip.clock_hz) + stored_s
 
 
@@ -86,7 +86,7 @@ def sort_s(elements: float, length: int, arrays: int, chip: Chip) -> float:
     """
     doublings = math.ceil(math.log2(max(2, length)))
     registers = math.ceil(elements / length * 2**doublings / REGISTER)
-    cycles = registers * doublings * (doublings + 1) / 2 * _CYCLES[chip.name][1] * arrays / 2
+    cycles = registers * doublings * (doublings + 1) / 2 * _CYCLES.get(chip.compiler_name, _OLDER)[1] * arrays / 2
     return cycles / chip.clock_hz
 
 

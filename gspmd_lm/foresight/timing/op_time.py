@@ -16,9 +16,9 @@ from gspmd_lm.units import bits
 # Fitted or measured constants, which no data sheet gives. FITTED in benchmarks/published_errors.py says to which
 # published steps they were fitted.
 #
-# The share of HBM bandwidth that operations reach, of a platform or of one chip. TPU: fitted to v6e steps. GPU: long
-# operations of train steps moved 2.9 to 3.1 of 3.35 TB/s on one H100, and 4.1 of 4.8 in the median on one H200.
-HBM_SHARE = {"tpu": 0.86, "gpu": 0.90, "h200": 0.855}
+# The share of HBM bandwidth that operations reach, where `Chip.hbm_share` says no other. TPU: fitted to v6e steps. GPU:
+# long operations of train steps moved 2.9 to 3.1 of 3.35 TB/s on one H100.
+HBM_SHARE = {"tpu": 0.86, "gpu": 0.90}
 # The share of the peak that matmuls without an estimate of the compiler reach. GPU: the matmuls of train steps on one
 # H100 or H200, without what GPU_TILES and GPU_TILE_BYTES take of it there (benchmarks/results/on_device.json).
 MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.755}
@@ -363,4 +363,4 @@ def _memory_s(instruction: Instruction, chip: Chip) -> float:
 
 def hbm_bytes_per_s(chip: Chip) -> float:
     """The bandwidth of HBM that operations reach."""
-    return HBM_SHARE.get(chip.name, HBM_SHARE[chip.platform]) * chip.hbm_bytes_per_s
+    return (chip.hbm_share or HBM_SHARE[chip.platform]) * chip.hbm_bytes_per_s

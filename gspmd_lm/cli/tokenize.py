@@ -1,0 +1,59 @@
+"""tokenize: makes the tokens of a source once, for runs on any number of machines."""
+
+from absl import flags
+
+from gspmd_lm.cli.verb import INPUTS, RUN, Flags, Verb, overrides
+
+
+def _define(flags: Flags) -> None:
+    flags.group(INPUTS)
+    flags.text(
+        "config",
+        None,
+        "The config: a path, a name in configs/, or the folder or config.json of a published "
+        "model. Its section data says what is tokenized, and how. The default is tiny.",
+    )
+    overrides(flags, mesh=False)
+    flags.group(RUN)
+    flags.text(
+        "out",
+        None,
+        "The folder of the tokens, or its address in a bucket (gs://). The same command may run in several "
+        "processes at once, on any machines that see the folder. After a kill it goes on.",
+    )
+
+
+def run(values: flags.FlagValues, names: list[str]) -> int:
+    """Makes the tokens, and returns the exit code."""
+    from gspmd_lm.cli import inputs
+    from gspmd_lm.errors import InputError
+
+    if values.out is None:
+        raise InputError("--out is missing\n  fix   --out=FOLDER, or an address such as gs://bucket/tokens")
+    if inputs.rules_sets(values):
+        raise InputError(f"--set {inputs.rules_sets(values)[0]}: tokens do not depend on rules\n  fix   drop it")
+    config = inputs.read_config(values)
+    inputs.log_to_stderr()
+    from gspmd_lm.data.tokenize import tokenize
+    from gspmd_lm.show import terminal
+    from gspmd_lm.show.progress import progress
+
+    console = terminal.console(240, True)
+    for line in tokenize(config, values.out, progress(console)):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+TOKENIZE = Verb(
+    "tokenize",
+    "Make the tokens of data.source once, for runs that read them by share.",
+    [
+        (
+            "tokenize --set data.source=FOLDER --set data.tokenizer=llama --out=gs://bucket/tokens",
+            "Make the tokens, together with other processes that run the same command.",
+        ),
+        ("train --set data.source=gs://bucket/tokens --set data.tokenizer=gs://bucket/tokens", "Train on them."),
+    ],
+    _define,
+    run,
+)

@@ -1,0 +1,178 @@
+"""A folder of files that are written whole: on this machine, or in a bucket."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import secrets
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspmd_lm import files
+from gspmd_lm.data import remote
+from gspmd_lm.errors import InputError, RunFailed
+
+MAKING = "making"  # the folder in one that is being made, with what is removed when it is complete
+_MOST_OPEN = 128  # files of one folder
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Folder:
+    """A folder, or the place of one that is made by writing to it. Two processes may write to it at once."""
+
+    address: str
+    place: str = "data.source"  # what named it, for errors
+
+    @property
+    def is_local(self) -> bool:
+        return not files.is_remote(self.address)
+
+    @functools.cached_property
+    def _store(self) -> tuple[Any, str]:
+        store, path = remote.open_store(self.address, self.place, use_listings_cache=False)
+        return store, path.rstrip("/")
+
+    @functools.cached_property
+    def _opened(self) -> "_OpenFiles":
+        return _OpenFiles()
+
+    def path(self, name: str) -> str:
+        """The path or the address of a file, for the user."""
+        return f"{self.address.rstrip('/')}/{name}"
+
+    def sizes(self, subfolder: str = "") -> dict[str, int]:
+        """The names and the sizes in bytes of the files of the folder, or of a folder in it. No such folder: {}."""
+        if self.is_local:
+            folder = Path(self.address, subfolder)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+            return {}
+        store, path = self._store
+        with self._naming(subfolder), contextlib.suppress(FileNotFoundError):
+            found = store.ls(f"{path}/{subfolder}".rstrip("/"), detail=True)
+            return {one["name"].rpartition("/")[2]: int(one["size"] or 0) for one in found if one["type"] == "file"}
+        return {}
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None if there is none."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if self.is_local:
+                return Path(self.address, name).read_bytes()
+            store, path = self._store
+            with self._naming(name):
+                return store.cat_file(f"{path}/{name}")
+        return None
+
+    def read_all(self, names: Sequence[str]) -> list[bytes]:
+        """The contents of files, which are read from a bucket at the same time."""
+        if self.is_local:
+            return [Path(self.address, name).read_bytes() for name in names]
+        store, path = self._store
+        with self._naming(f"{names[0]}, ..." if names else ""):
+            found = store.cat([f"{path}/{name}" for name in names]) if names else {}
+            by_name = {full.rpartition("/")[2]: content for full, content in found.items()}
+            return [by_name[name] for name in names]
+
+    def read_spans(self, spans: Sequence[tuple[str, int, int]]) -> list[bytes]:
+        """The bytes from one position to before another of files: (name, start, stop). Fewer if a file ends before."""
+        if self.is_local:
+            return [self._opened.read(self.path(name), start, stop) for name, start, stop in spans]
+        store, path = self._store
+        with self._naming(f"{spans[0][0]}, ..." if spans else ""):
+            names, starts, stops = zip(*spans, strict=True) if spans else ((), (), ())
+            return store.cat_ranges([f"{path}/{name}" for name in names], [*starts], [*stops], on_error="raise")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file in one move, in the place of one that may be there."""
+        if self.is_local:
+            path = Path(self.address, name)
+            with self._new_file(content) as new:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                new.replace(path)
+            return
+        store, path = self._store
+        with self._naming(name):
+            store.pipe_file(f"{path}/{name}", content)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Writes a file if there is none of this name. Of several processes that do so at once, one is told True."""
+        try:
+            if self.is_local:
+                with self._new_file(content) as new:
+                    os.link(new, Path(self.address, name))
+            else:
+                store, path = self._store
+                with self._naming(name):
+                    store.pipe_file(f"{path}/{name}", content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _new_file(self, content: bytes) -> Iterator[Path]:
+        """A context with a file that no other process writes to. If a process is killed, it stays in MAKING."""
+        new = Path(self.address, MAKING, f"{secrets.token_hex(8)}.new")
+        new.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with new.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            yield new
+        finally:
+            new.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Deletes a file, or a folder in this one, if it is there."""
+        if self.is_local:
+            path = Path(self.address, name)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)  # other processes may do so at the same time
+            else:
+                path.unlink(missing_ok=True)
+            return
+        store, path = self._store
+        with self._naming(name), contextlib.suppress(FileNotFoundError):
+            store.rm(f"{path}/{name}", recursive=True)
+
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """A context whose errors, once the store has given up trying again, name the file."""
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError, InputError):
+            raise
+        except Exception as error:  # stores have no common class of errors
+            why = " ".join(str(error).split())
+            raise RunFailed(
+                f"{self.path(name)}: the store does not answer ({type(error).__name__}: {why})\n"
+                "  fix   log in, or see that the store can be reached, then start the same command: it goes on"
+            ) from error
+
+
+class _OpenFiles:
+    """Files that are kept open to read parts of them. The one that was not read for the longest time is closed."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}  # file descriptors; the file that was read last stands last
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._numbers)
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        with self._lock:
+            number = self._numbers.pop(path, None)
+            if number is None:
+                number = os.open(path, os.O_RDONLY)
+                if len(self._numbers) >= _MOST_OPEN:
+                    os.close(self._numbers.pop(next(iter(self._numbers))))
+            self._numbers[path] = number
+            return os.pread(number, stop - start, start)
+
+
+def _close_all(numbers: dict[str, int]) -> None:
+    for number in numbers.values():
+        os.close(number)

@@ -1,0 +1,170 @@
+"""Arrays that are made of one other array alone, and what splits the one where the other is split in a given way.
+
+Such an array may be sent as what it is made of. So a device that has an array also has its transpose.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, MeshAxes, MeshShape
+
+ELEMENTWISE = (
+    "abs",
+    "acos",
+    "acosh",
+    "add",
+    "add_any",
+    "and",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "bessel_i0e",
+    "bessel_i1e",
+    "bitcast_convert_type",
+    "cbrt",
+    "ceil",
+    "clamp",
+    "clz",
+    "complex",
+    "conj",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "cos",
+    "cosh",
+    "digamma",
+    "div",
+    "eq",
+    "eq_to",
+    "erf",
+    "erf_inv",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "ge",
+    "gt",
+    "igamma",
+    "igamma_grad_a",
+    "igammac",
+    "imag",
+    "integer_pow",
+    "is_finite",
+    "le",
+    "le_to",
+    "lgamma",
+    "log",
+    "log1p",
+    "log2",
+    "logistic",
+    "lt",
+    "lt_to",
+    "max",
+    "min",
+    "mul",
+    "mulhi",
+    "name",
+    "ne",
+    "neg",
+    "nextafter",
+    "not",
+    "one_minus_square",
+    "or",
+    "polygamma",
+    "polynomial",
+    "population_count",
+    "pow",
+    "real",
+    "reduce_precision",
+    "regularized_incomplete_beta",
+    "rem",
+    "round",
+    "rsqrt",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "stop_gradient",
+    "sub",
+    "tan",
+    "tanh",
+    "xor",
+    "zeta",
+)
+VIEWS = frozenset((*ELEMENTWISE, "transpose", "broadcast_in_dim", "reshape", "squeeze"))
+
+
+class View(NamedTuple):
+    """What an array is made of: another array, constants, and the operation, one of `VIEWS`, that makes it."""
+
+    source: ArraySharding
+    aval: Any
+    equation: Any
+
+    def dims_before(self, mesh: MeshShape, target: Dims) -> Dims | None:
+        """What splits the other array where the result is split by `target`; None if nothing does."""
+        shape, params = self.aval.shape, self.equation.params
+        match self.equation.primitive.name:
+            case "transpose":
+                places = {d: to for to, d in enumerate(params["permutation"])}
+                return tuple(target[places[d]] for d in range(len(shape)))
+            case "broadcast_in_dim":
+                places = enumerate(params["broadcast_dimensions"])
+                return tuple(target[to] if shape[d] == params["shape"][to] else () for d, to in places)
+            case "squeeze":
+                kept = iter(target)
+                return tuple(() if d in params["dimensions"] else next(kept) for d in range(len(shape)))
+            case "reshape":
+                dims, _ = reshaped_dims(mesh, target, params["new_sizes"], shape)
+                return dims if reshaped_dims(mesh, dims, shape, params["new_sizes"]) == (target, set()) else None
+        result = self.equation.outvars[0].aval.shape
+        if len(shape) != len(result):
+            return None
+        return tuple(names if shape[d] == result[d] else () for d, names in enumerate(target))
+
+
+def reshaped_dims(mesh: MeshShape, dims: Dims, old: Any, new: Any) -> tuple[Dims, set[str]]:
+    """What splits an array of shape `old` when it has the shape `new`, and the mesh axes that cannot split it then."""
+    result: list[MeshAxes] = [()] * len(new)
+    lost: set[str] = set()
+    for before, after in _groups(old, new):
+        names, whole = list[str](), True
+        for d in before:
+            if whole:
+                names += dims[d]
+            else:
+                lost |= set(dims[d])
+            whole = whole and mesh.shards(dims[d]) == old[d]
+        for d in after:
+            size = new[d]
+            while names and size % mesh[names[0]] == 0:
+                size //= mesh[names[0]]
+                result[d] += (names.pop(0),)
+            if size > 1:
+                break
+        lost |= set(names)
+    return tuple(result), lost
+
+
+def _groups(old: Any, new: Any) -> list[tuple[list[int], list[int]]]:
+    """The dimensions of two shapes, in groups that have equally many elements: ([0, 1], [0]) where two are joined."""
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        a, b = ([i] if i < len(old) else []), ([j] if j < len(new) else [])
+        i, j = i + len(a), j + len(b)
+        while (left := math.prod(old[d] for d in a)) != (right := math.prod(new[d] for d in b)):
+            if left < right:
+                a.append(i)
+                i += 1
+            else:
+                b.append(j)
+                j += 1
+        groups.append((a, b))
+    return groups

@@ -1,0 +1,357 @@
+"""Folders of tokens: made once by any number of processes, and read by share."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from gspmd_lm import config
+from gspmd_lm.config import nest
+from gspmd_lm.data import folders, loader, making, readers, shards, tokens
+from gspmd_lm.data.folders import Folder
+from gspmd_lm.data.tokenize import tokenize
+from gspmd_lm.errors import InputError, RunFailed
+from tests.data import conversations
+
+MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 1024}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    for name, count in (("a", 300), ("b", 100)):
+        texts = ["".join(map(chr, draw.integers(97, 123, draw.integers(1, 900)))) for _ in range(count)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return tmp_path
+
+
+@pytest.fixture
+def bucket():
+    found = fsspec.filesystem("memory")
+    found.store.clear()
+    found.pseudo_dirs[:] = [""]
+    yield found
+    found.store.clear()
+
+
+def _config(source, model=None, objective=None, **data):
+    data = {"source": source, "batch": 8, "seq": 128} | data
+    about = {"name": "x", "model": nest(MODEL | (model or {})), "data": data, "train": {"steps": 1}}
+    return config.from_dict(about | ({"objective": objective} if objective else {}), "x")
+
+
+def _make(source="a.jsonl", out="made", progress=None, **settings):
+    lines = tokenize(_config(source, **settings), out, progress)
+    return lines
+
+
+def _rows(source, steps=range(3), side=0, **settings):
+    opened = loader.open_loaders(_config(source, **settings))[side]
+    return [opened.rows_at(step, slice(None)) for step in steps]
+
+
+def _contents(path):
+    """What a folder of tokens holds."""
+    return {one.name: one.read_bytes() for one in Path(path).iterdir()}
+
+
+def _equal(some, others):
+    return all(a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+               for a, b in zip(some, others, strict=True))  # fmt: skip
+
+
+FULL = {"attention.mask": "full"}
+CHAT = {"tokenizer": "chatty", "messages_field": "messages", "seq": 64}
+LABELLED = {"fields": ["a", "b"], "label": "label", "seq": 32}
+PAIRS = {"fields": ["a", "b"], "seq": 16, "source_seq": 24}
+KINDS = {
+    "texts": ("a.jsonl", {}),
+    "stream": ("a.jsonl", {"packing": "stream"}),
+    "masked": ("a.jsonl", {"model": FULL, "objective": "masked"}),
+    "conversations": ("chat.jsonl", CHAT),
+    "labels": ("records.jsonl", LABELLED | {"model": FULL | {"classes.count": 3}, "objective": "classes"}),
+    "pairs": ("records.jsonl", PAIRS | {"model": {"encoder": {"start_token": 9}}, "objective": "seq2seq"}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def records(folder):
+    conversations.write_tokenizer(folder / "chatty", conversations.CHATML)
+    lines = [{"messages": conversations.turns(f"question {i}", f"answer {i}")} for i in range(60)]
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = [{"a": f"one {i}", "b": "two " * (i % 9), "label": ("no", "yes", "maybe")[i % 3]} for i in range(60)]
+    (folder / "records.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_those_that_the_source_gives(records, kind):
+    source, settings = KINDS[kind]
+    _make(source, held_out=0.1, **settings)
+    for side in (0, 1):
+        steps = range(2 if side else 3)
+        texts = _rows(source, steps, side, held_out=0.1, **settings)
+        assert _equal(texts, _rows("made", steps, side, held_out=0.1, **settings)) and len(texts[0]) > 3
+
+
+@pytest.mark.parametrize("kind", ["conversations", "labels", "pairs"])
+def test_rows_of_records_do_not_depend_on_where_shards_end(records, kind, monkeypatch):
+    source, settings = KINDS[kind]
+    whole = _rows(source, held_out=0, **settings)
+    monkeypatch.setattr(making, "UNIT_BYTES", 500)
+    _make(source, held_out=0, **settings)
+    assert len(list(Path("made").glob("train-*.sizes.npy"))) > 5
+    assert _equal(whole, _rows("made", held_out=0, **settings))
+
+
+def test_a_source_in_parts_has_the_same_documents(monkeypatch, folder):
+    """Of files that are read in parts: a part has the lines that begin in it."""
+    (folder / "b.txt").write_text("".join(f"line {i} of a book\n" for i in range(3000)))
+    monkeypatch.setattr(readers, "SECTION_BYTES", 500)
+    for source in ("a.jsonl", "b.txt"):
+        _make(source, f"whole {source}", held_out=0)
+        monkeypatch.setattr(making, "UNIT_BYTES", 7001)
+        _make(source, f"parts {source}", held_out=0)
+        monkeypatch.undo()
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "cache"))
+        streams = []
+        for name in ("whole", "parts"):
+            made = Folder(f"{name} {source}")
+            manifest = tokens.read_manifest(made)
+            assert manifest and (len(manifest["splits"][0]["shards"]) > 5) == (name == "parts")
+            stream = np.asarray(tokens.open_folder(made, manifest).train[0].stream)
+            streams.append(stream if source == "a.jsonl" else stream[stream != 256])
+        assert (streams[0] == streams[1]).all() and len(streams[0]) > 50_000
+
+
+def test_each_process_reads_its_share_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(making, "UNIT_BYTES", 30_000)
+    _make(held_out=0)
+    opened, _ = loader.open_loaders(_config("made", held_out=0))
+    whole = [opened.rows_at(step, slice(None)) for step in range(opened.steps_per_epoch)]
+    read = []
+    of_store = folders.Folder.read_spans
+    monkeypatch.setattr(
+        folders.Folder, "read_spans",
+        lambda self, spans: read.extend(stop - start for _, start, stop in spans) or of_store(self, spans),
+    )  # fmt: skip
+    for count in (1, 2, 4):
+        for process in range(count):
+            read.clear()
+            rows = np.arange(8 // count) + process * (8 // count)
+            parts = [opened.rows_at(step, rows) for step in range(opened.steps_per_epoch)]
+            wanted_bytes = sum(2 * int((part["segment_ids"] > 0).sum()) for part in parts)
+            assert sum(read) < 1.05 * wanted_bytes, (count, process)
+            assert _equal(parts, [{name: array[rows] for name, array in one.items()} for one in whole])
+
+
+def test_a_start_reads_no_tokens(monkeypatch):
+    _make()
+    monkeypatch.setattr(shards.Shards, "read", lambda *_: pytest.fail("tokens are read"))
+    train, held_out = loader.open_loaders(_config("made"))
+    assert held_out and "rows" in train.description and "a.jsonl: 1 file" in train.description
+
+
+def test_mixtures_of_folders():
+    for name in "ab":
+        _make(f"{name}.jsonl", name)
+    entries = {name: [{"path": f"{name}{end}", "weight": 1 + (name == "a")} for name in "ab"]
+               for name, end in (("texts", ".jsonl"), ("tokens", ""))}  # fmt: skip
+    assert _equal(_rows(entries["texts"], held_out=0), _rows([dict(one) for one in entries["texts"]], held_out=0))
+    mixed, held_out = loader.open_loaders(_config(entries["tokens"]))
+    assert mixed.shares == (6667, 3333) and held_out and "a: 66.67% of what is read" in mixed.description
+    _make(entries["texts"], "both")
+    both, _ = loader.open_loaders(_config("both"))
+    assert both.shares == (6667, 3333), "the weights that the tokens were made with"
+    joined, _ = loader.open_loaders(_config(["a", "b"]))
+    assert len(joined.rows) == sum(len(part) for part in mixed.rows.parts)
+    apart, held_out = loader.open_loaders(_config("a", held_out="b"))
+    assert held_out and len(held_out.rows) > len(apart.rows) / 4
+
+
+def test_buckets(bucket, folder, monkeypatch):
+    monkeypatch.setattr(making, "UNIT_BYTES", 30_000)
+    for name in "ab":
+        bucket.put_file(f"{name}.jsonl", f"/texts/{name}.jsonl")
+    _make("memory://texts", "memory://made")
+    assert not [path for path in (folder / "cache" / "copies").rglob("*") if path.is_file()], "no text stays here"
+    assert "/made/tokens.json" in bucket.store and not [name for name in bucket.store if "/making/" in name]
+    _make("[ab].jsonl", "made")
+    assert _equal(_rows("memory://made"), _rows("made"))
+    assert _equal(_rows("memory://made", range(1), 1), _rows("made", range(1), 1))
+    del bucket.store["/made/train-00001.npy"]
+    with pytest.raises(InputError, match=r"memory://made/train-00001\.npy: this shard of tokens is missing\n  fix "):
+        _rows("memory://made")
+
+
+def test_a_store_that_does_not_answer(bucket, monkeypatch):
+    _make(out="memory://made")
+    opened, _ = loader.open_loaders(_config("memory://made"))
+
+    def fail(*_, **__):
+        raise TimeoutError("the store is silent")
+
+    monkeypatch.setattr(type(bucket), "cat_file", fail)
+    with pytest.raises(RunFailed, match=r"memory://made/train-00000\.npy, \.\.\.: the store does not answer.*silent"):
+        opened.rows_at(0, slice(None))
+
+
+def test_a_claim_in_a_bucket_is_taken_over_when_it_is_silent(bucket, monkeypatch):
+    _make(held_out=0)
+    monkeypatch.setattr(making, "STALE_S", 0.2)
+    monkeypatch.setattr(making, "BEAT_S", 0.1)
+    waits = []
+    bucket.pipe("/made/making/00000.claim", b"{}")
+    began = time.monotonic()
+    _make(out="memory://made", held_out=0, progress=lambda what, *_: waits.append(what.startswith("waiting")))
+    assert sum(waits) > 1 and time.monotonic() - began > 0.2
+    assert _contents("made")["train-00000.npy"] == bucket.cat("/made/train-00000.npy")
+
+
+def _flip(path, at=3000):
+    content = bytearray(Path(path).read_bytes())
+    content[at] ^= 4
+    Path(path).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda: _flip("made/train-00000.npy"), r"made/train-00000\.npy: this shard of tokens is damaged(.|\n)*  fix "),
+        (lambda: shutil.copy("other/train-00000.npy", "made"), r"train-00000\.npy: .*or belongs to other tokens"),
+        (lambda: os.truncate("made/train-00000.npy", 999), r"train-00000\.npy: .* has 999 bytes in place of "),
+        (lambda: os.remove("made/train-00000.npy"), r"made/train-00000\.npy: this shard of tokens is missing\n  fix "),
+        (lambda: os.remove("made/held_out-00000.sizes.npy"), r"held_out-00000\.sizes\.npy: .* is missing"),
+        (lambda: _flip("made/tokens.json", 200), r"made/tokens\.json: "),
+    ],
+)
+def test_harm_to_a_shard_names_it(harm, message):
+    _make()
+    _make("a.jsonl", "other", held_out=0.02)
+    Path("a.jsonl").touch()
+    _make("a.jsonl", "again")  # the same tokens under another plan
+    shutil.rmtree("other")
+    Path("again").rename("other")
+    harm()
+    with pytest.raises(InputError, match=message):
+        _rows("made", range(40))
+
+
+def test_harm_to_the_sizes_of_records(records):
+    _make("chat.jsonl", **CHAT)
+    _flip("made/train-00000.sizes.npy", 200)
+    with pytest.raises(InputError, match=r"train-00000\.sizes\.npy: damaged, or it belongs to other tokens\n  fix "):
+        _rows("made", **CHAT)
+
+
+def _version():
+    made = Folder("made")
+    manifest = tokens.read_manifest(made)
+    assert manifest
+    made.write(tokens.MANIFEST, tokens.files.with_sum(manifest | {"format": 99}).encode())
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "message"),
+    [
+        ("made", {"tokenizer": "chatty"}, r"made with another tokenizer, bytes\n  fix   --set data\.tokenizer=bytes"),
+        ("made", {"held_out": 0.5}, r"data\.held_out=0\.5: made was made with data\.held_out=0\.02\n  fix "),
+        ("made", {"messages_field": "m", "tokenizer": "chatty"}, r"data\.messages_field=m: made was made with "),
+        (["made", "a.jsonl"], {}, r"made has tokens, and a\.jsonl does not(.|\n)*tokenize --set data\.source=a\.jsonl"),
+        ("made", {"held_out": "b.jsonl"}, r"data\.held_out: b\.jsonl has no tokens, as data\.source has\n  fix "),
+        ("made", {"tokenizer": "bpe:300"}, r"data\.tokenizer=bpe:300(.|\n)*fix "),
+    ],
+)  # fmt: skip
+def test_other_settings_than_the_tokens_were_made_with(records, source, settings, message):
+    _make()
+    with pytest.raises(InputError, match=message):
+        _rows(source, **settings)
+
+
+def test_another_version_of_the_manifest():
+    _make()
+    _version()
+    for wrong in (lambda: _rows("made"), _make):
+        with pytest.raises(
+            InputError, match=r"tokens\.json: tokens of the format 99, and this version reads .*\n  fix "
+        ):
+            wrong()
+
+
+def test_two_sources_for_one_folder(monkeypatch):
+    """The second is refused while the first is at work, and later."""
+    monkeypatch.setattr(making, "UNIT_BYTES", 30_000)
+    calls = 0
+
+    def stop(what, *_):
+        nonlocal calls
+        calls += what == "tokenizing"
+        if calls == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _make(progress=stop)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"made: there are tokens with another source\n  fix "):
+            _make("b.jsonl")
+        with pytest.raises(InputError, match=r"made: there are tokens with another data\.held_out\n  fix "):
+            _make(held_out=0.5)
+        made = _make()
+        assert (
+            "tokens of 300 documents in" in made[0]
+            and made[-1] == f"train on them: --set data.source={os.getcwd()}/made"
+        )
+
+
+def test_a_source_that_changed_since_is_said():
+    _make()
+    assert "changed" not in loader.open_loaders(_config("made"))[0].description
+    with open("a.jsonl", "a") as file:
+        file.write('{"text": "more"}\n')
+    said = loader.open_loaders(_config("made"))[0].description
+    assert said.endswith(f"warning: changed since the tokens in made were made: {os.getcwd()}/a.jsonl")
+    with pytest.raises(InputError, match="tokens with another source"):
+        _make()
+
+
+def test_ends_that_are_spelled_where_they_end_nothing_are_said(folder):
+    (folder / "c.txt").write_text("one<|endoftext|>two")
+    said = loader.open_loaders(_config("c.txt", seq=4, held_out=0))[0].description
+    assert "<|endoftext|> is ordinary text in 1 document (--set data.tokenizer=bpe:4096 makes documents end" in said
+    _make("c.txt", held_out=0)
+    assert (
+        "<|endoftext|> is ordinary text in 1 document"
+        in loader.open_loaders(_config("made", seq=4, held_out=0))[0].description
+    )
+
+
+def test_binary_and_empty_files_are_skipped_and_said(folder):
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").write_bytes(b"\0\1\2" * 50)
+    (folder / "texts" / "b.txt").write_bytes(b"")
+    (folder / "texts" / "c.txt").write_bytes(b"words " * 90)
+    said = _make("texts", held_out=0)
+    assert "skipped, binary: texts/a.txt" in said and "skipped, empty: texts/b.txt" in said
+    assert "1 document" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"source": "random:3"}, "random:3 has no documents"),
+        ({"source": "made"}, r"data\.source=made: has tokens already"),
+        ({"source": "a.jsonl", "model": {"vision": {"patches": {"image": 32, "size": 8}, "projection": 8, "embed": 8}},
+          "fields": ["a", "b"]}, "a model of images or sounds reads files"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_tokenized(settings, message):
+    _make()
+    with pytest.raises(InputError, match=message):
+        _make(**settings | {"out": "other"})
