@@ -36,7 +36,7 @@ class Work:
     restored_bytes: int  # that one host reads to restore
     state_bytes: int  # on one device
     copied_bytes: int  # by one device to its host, for one checkpoint
-    host_bytes_per_s: float  # between a device and its host
+    host_bytes_per_s: float  # between a device and its host; 0 where nothing is copied
     rows_per_s: float  # that one host reads
     read_bytes_per_s: float  # that these rows have as arrays
     checkpoint_minutes: float  # of the config
@@ -119,10 +119,10 @@ def describe_work(
 def predict(work: Work, assumed: Assumptions, price: Price) -> WholeJob:
     """The course of a job. price: of one of its chips."""
     storage = assumed.storage_gb_per_s * 1e9
-    copy_s = work.copied_bytes / work.host_bytes_per_s
+    copy_s = _copy_s(work, work.copied_bytes)
     seal_s = work.checkpoint_bytes / storage
     save_s = work.checkpoint_bytes / work.hosts / storage + seal_s
-    restore_s = seal_s + work.restored_bytes / storage + work.state_bytes / work.host_bytes_per_s
+    restore_s = seal_s + work.restored_bytes / storage + _copy_s(work, work.state_bytes)
     fits_notice = work.step_time_s + copy_s + save_s <= assumed.notice_s
     job = WholeJob(
         work=work,
@@ -144,6 +144,11 @@ def predict(work: Work, assumed: Assumptions, price: Price) -> WholeJob:
         on_demand=_course(job, failures, 0.0, price.on_demand),
         on_spot=_course(job, failures, preemptions, price.spot) if preemptions else None,
     )
+
+
+def _copy_s(work: Work, size_bytes: float) -> float:
+    """The time of a copy between a device and its host; 0 for a CPU, which is its own host."""
+    return size_bytes / work.host_bytes_per_s if work.host_bytes_per_s else 0.0
 
 
 def _interval_s(work: Work, copy_s: float, save_s: float) -> float:
