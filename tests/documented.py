@@ -98,6 +98,8 @@ def make_folder(at: Path) -> Path:
     (at / "text/a.jsonl").write_text("".join(f"{json.dumps({'text': line})}\n" for line in LINES))
     chats = ({"messages": conversations.turns(f"{n}+{n}?", str(2 * n))} for n in range(64))
     (at / "chats/a.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    (at / "one.launch/1").mkdir(parents=True)
+    (at / "one.launch/1/0.log").write_text("step 1/1\n")
     (at / "IN.jsonl").write_text('{"prompt": "01", "continuation": "23"}\n')
     (at / "prompts.jsonl").write_text('{"prompt": "01"}\n')
     shutil.copy(ROOT / "rules/tp8.yaml", at / "mine.yaml")

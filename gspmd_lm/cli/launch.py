@@ -1,6 +1,7 @@
 """launch: starts a run where its devices are, and goes on until it is finished."""
 
 import functools
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -9,6 +10,9 @@ from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import MACHINE, RESULTS, RUN, Flags, Verb
 from gspmd_lm.errors import InputError
 from gspmd_lm.launch.job import ABOUT, KEYS, Job
+
+if TYPE_CHECKING:
+    from gspmd_lm.config import Config
 
 
 def _define(flags: Flags) -> None:
@@ -41,19 +45,24 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         print(run_at.script(), end="")
         return 0
     place.check_tools(run_at)
-    price = _check(job)
+    price, config = _check(job)
     run_at.check()
-    from gspmd_lm.launch import loop
+    from gspmd_lm.launch import checks, loop
 
+    if job.place != "local":
+        for note in checks.check_data(config, run_at):
+            outputs.say(note)
     return loop.Launch(run_at, price, functools.partial(print, flush=True)).run()
 
 
-def _check(job: Job) -> float:
-    """The price of the place in USD an hour, after the flags of train, its files and the layout were checked."""
+def _check(job: Job) -> "tuple[float, Config]":
+    """The price of the place in USD an hour, and the config, after the flags of train and the layout were checked."""
     from gspmd_lm import cli
     from gspmd_lm.cli import inputs
     from gspmd_lm.cli.train import TRAIN
+    from gspmd_lm.hardware import capacity
 
+    capacity.read_assumptions(job.assume, "assume: ")
     # The config and the rules of an earlier start are found in a local workdir, here as there.
     workdir = [] if files.is_remote(job.workdir) else [f"--workdir={job.workdir}"]
     values, rest = cli.parse_flags(TRAIN, [*job.arguments, *workdir])
@@ -61,11 +70,9 @@ def _check(job: Job) -> float:
         raise InputError(f"train: {rest[0]}: flags begin with --\n  fix   train: --config=NAME --rules=NAME")
     rules, config = inputs.read_rules(values), inputs.read_config(values)
     inputs.on_the_cpu()
-    from gspmd_lm.hardware import capacity
     from gspmd_lm.launch import checks
 
     price, target = checks.price(job), job.target
-    capacity.read_assumptions(job.assume, "assume: ")
     if target and values.rules != inputs.PLAN:
         if values.elastic:
             from gspmd_lm.plan import elastic
@@ -75,10 +82,7 @@ def _check(job: Job) -> float:
                 outputs.say(f"--elastic: {change}")
         for note in checks.check_layout(config, rules, target, job):
             outputs.say(note)
-    if job.place != "local":
-        for note in checks.check_data(config):
-            outputs.say(note)
-    return price
+    return price, config
 
 
 LAUNCH = Verb(

@@ -44,7 +44,8 @@ def _show(follower: "RunFollower", console: "Console") -> None:
     from rich.text import Text
 
     for name, line in follower.lines():
-        colour = COLOURS[int(name) % len(COLOURS)] if name.isdecimal() else "bold"
+        number = name.rpartition("/")[2]
+        colour = COLOURS[int(number) % len(COLOURS)] if number.isdecimal() else "bold"
         console.print(Text.assemble((f"{name} | ", colour), line), soft_wrap=True)
 
 

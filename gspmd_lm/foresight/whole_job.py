@@ -36,7 +36,7 @@ class Work:
     restored_bytes: int  # that one host reads to restore
     state_bytes: int  # on one device
     copied_bytes: int  # by one device to its host, for one checkpoint
-    host_bytes_per_s: float  # between a device and its host
+    host_bytes_per_s: float  # between a device and its host; 0 where nothing is copied
     rows_per_s: float  # that one host reads
     read_bytes_per_s: float  # that these rows have as arrays
     checkpoint_minutes: float  # of the config
@@ -61,8 +61,8 @@ class Course:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WholeJob:
-    """What a job takes from its first minute to its last dollar."""
+class Pauses:
+    """A job with the times that it spends beside its steps, however often it is interrupted."""
 
     work: Work
     assumed: Assumptions
@@ -73,6 +73,12 @@ class WholeJob:
     interval_s: float  # between checkpoints, as the config says
     restore_s: float
     return_s: float  # from an interruption until the run goes on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeJob(Pauses):
+    """What a job takes from its first minute to its last dollar."""
+
     on_demand: Course
     on_spot: Course | None  # None: nobody has said how often it is preempted
 
@@ -119,12 +125,12 @@ def describe_work(
 def predict(work: Work, assumed: Assumptions, price: Price) -> WholeJob:
     """The course of a job. price: of one of its chips."""
     storage = assumed.storage_gb_per_s * 1e9
-    copy_s = work.copied_bytes / work.host_bytes_per_s
+    copy_s = _copy_s(work, work.copied_bytes)
     seal_s = work.checkpoint_bytes / storage
     save_s = work.checkpoint_bytes / work.hosts / storage + seal_s
-    restore_s = seal_s + work.restored_bytes / storage + work.state_bytes / work.host_bytes_per_s
+    restore_s = seal_s + work.restored_bytes / storage + _copy_s(work, work.state_bytes)
     fits_notice = work.step_time_s + copy_s + save_s <= assumed.notice_s
-    job = WholeJob(
+    pauses = Pauses(
         work=work,
         assumed=assumed,
         copy_s=copy_s,
@@ -134,16 +140,19 @@ def predict(work: Work, assumed: Assumptions, price: Price) -> WholeJob:
         interval_s=_interval_s(work, copy_s, save_s),
         restore_s=restore_s,
         return_s=assumed.away_s + assumed.start_s + restore_s,
-        on_demand=Course(**dict.fromkeys((field.name for field in dataclasses.fields(Course)), 0.0)),
-        on_spot=None,
     )
     failures = work.chips / (assumed.failure_hours * HOUR_S)
     preemptions = assumed.preemptions_per_day / DAY_S
-    return dataclasses.replace(
-        job,
-        on_demand=_course(job, failures, 0.0, price.on_demand),
-        on_spot=_course(job, failures, preemptions, price.spot) if preemptions else None,
+    return WholeJob(
+        **vars(pauses),
+        on_demand=_course(pauses, failures, 0.0, price.on_demand),
+        on_spot=_course(pauses, failures, preemptions, price.spot) if preemptions else None,
     )
+
+
+def _copy_s(work: Work, size_bytes: float) -> float:
+    """The time of a copy between a device and its host; 0 for a CPU, which is its own host."""
+    return size_bytes / work.host_bytes_per_s if work.host_bytes_per_s else 0.0
 
 
 def _interval_s(work: Work, copy_s: float, save_s: float) -> float:
@@ -154,7 +163,7 @@ def _interval_s(work: Work, copy_s: float, save_s: float) -> float:
     return min(by_time, by_steps, work.work_s)
 
 
-def _course(job: WholeJob, failures: float, preemptions: float, usd_per_chip: float | None) -> Course:
+def _course(job: Pauses, failures: float, preemptions: float, usd_per_chip: float | None) -> Course:
     """failures, preemptions: how often in a second. A failure gives no notice."""
     least_s = min(2 * job.save_s, job.work.work_s)  # a run writes checkpoints for half of its time at most
     losing = failures + preemptions * (not job.fits_notice)
@@ -185,7 +194,7 @@ def best_interval_s(copy_s: float, mean_s: float) -> float:
     return math.sqrt(2 * copy_s * mean_s) * (1 + math.sqrt(half) / 3 + half / 9) - copy_s
 
 
-def expected_s(job: WholeJob, interval_s: float, failures: float, preemptions: float) -> float:
+def expected_s(job: Pauses, interval_s: float, failures: float, preemptions: float) -> float:
     """The expected time of a job whose interruptions come so often in a second; infinite if it never ends.
 
     Where the notice suffices, a preemption loses no step: the job stands still for a save and the way back.
@@ -197,10 +206,8 @@ def expected_s(job: WholeJob, interval_s: float, failures: float, preemptions: f
     return first_s + total_s * (1 + (kept and kept * stands_s))
 
 
-def _losing_s(job: WholeJob, interval_s: float, rate: float) -> float:
+def _losing_s(job: Pauses, interval_s: float, rate: float) -> float:
     """The expected time of a job that loses what no whole checkpoint holds, as Daly has it."""
-    if not rate:
-        return job.work.work_s * (1 + job.copy_s / interval_s)
     back_s = job.return_s + job.save_s
     try:
         segment_s = math.exp(back_s * rate) * math.expm1((interval_s + job.copy_s) * rate) / rate
@@ -212,6 +219,6 @@ def _losing_s(job: WholeJob, interval_s: float, rate: float) -> float:
 def _undisturbed_s(needed_s: float, rate: float) -> float:
     """The expected time until something that each interruption begins anew has gone on for `needed_s`."""
     try:
-        return math.expm1(needed_s * rate) / rate if rate else needed_s
+        return math.expm1(needed_s * rate) / rate
     except OverflowError:
         return math.inf

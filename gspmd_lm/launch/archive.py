@@ -12,7 +12,7 @@ _OF_CHECKOUT = ("main.py", "pyproject.toml", "README.md", "LICENSE", "gspmd_lm",
 
 
 def own_files(job: Job) -> list[str]:
-    """The files in this folder that the flags of train name, and that the checkout does not hold elsewhere.
+    """The files in this folder that the flags of train name, and that are not sent with the checkout anyway.
 
     Raises InputError for one that lies outside of this folder, since hosts would look for it there.
     """
@@ -23,7 +23,8 @@ def own_files(job: Job) -> list[str]:
             path = Path(value)
             if path.is_absolute() or ".." in path.parts or value.startswith("~"):
                 raise InputError(f"train: {word}: lies outside of this folder\n  fix   copy it here")
-            if not (versions.PACKAGE.parent / path).exists():
+            sent = versions.PACKAGE.parent / path
+            if path.parts[0] not in _OF_CHECKOUT or not sent.exists() or not sent.samefile(path):
                 found.append(value)
     return found
 

@@ -1,4 +1,4 @@
-"""Whether a bucket of Google Cloud can be written."""
+"""Whether a bucket of Google Cloud can be written, and whether it has what is read from it."""
 
 import secrets
 
@@ -27,3 +27,16 @@ def check(workdir: str) -> None:
             f"workdir: {workdir} cannot be written: {error}\n"
             "  fix   make the bucket, or have the right to create and delete objects in it"
         ) from error
+
+
+def check_there(key: str, address: str) -> None:
+    """Raises InputError if a bucket has no object of an address, which may hold * or name a folder, or is not seen."""
+    try:
+        found = place.call(["gcloud", "storage", "ls", address, "--quiet"])
+    except CommandFailed as error:
+        found, why = "", f": {error}"
+    else:
+        why = ": it is empty"
+    if not found.strip():
+        fix = f"put it there, or give another --set {key}=..."
+        raise InputError(f"{key}: nothing is to be read at {address}{why}\n  fix   {fix}")

@@ -1,7 +1,9 @@
 """What is checked before anything costs money: the price, the layout and its memory, and where the data is."""
 
+import glob
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
@@ -11,13 +13,16 @@ from gspmd_lm.foresight.whole_job import Work
 from gspmd_lm.hardware import capacity
 from gspmd_lm.hardware.capacity import Price
 from gspmd_lm.hardware.target import Target
+from gspmd_lm.launch import archive, bucket
 from gspmd_lm.launch.job import Job
+from gspmd_lm.launch.place import Place
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.show import whole_job as shown
 from gspmd_lm.train import decoder, state
 from gspmd_lm.units import human_bytes, plural
 
+_MADE = ("stdlib", "random", "bytes", "bpe")  # data and tokenizers that a run makes itself
 SURELY_TOO_MUCH = 1.25  # an estimate this much above what a chip has is no error of the estimate
 
 
@@ -82,9 +87,32 @@ def _job_lines(work: Work, job: Job) -> Iterator[str]:
         yield f"max_usd: {job.max_usd:,.2f} are spent before the job ends"
 
 
-def check_data(config: Config) -> Iterator[str]:
-    """Yields what must be on each host, because the config names it there."""
-    sources = (*config.data.sources, *config.data.held_out_sources)
-    names = dict.fromkeys([config.data.tokenizer, *(one.path for one in sources)])
-    if local := [name for name in names if name.startswith(("/", "~")) and not is_remote(name)]:
-        yield f"{', '.join(local)} must be on each host: launch sends the code and files of this folder alone"
+def check_data(config: Config, place: Place) -> Iterator[str]:
+    """Yields what could not be looked up of the data and the tokenizer that a config names.
+
+    Raises InputError for what is not there, and for files of this machine where the hosts have disks of their own.
+    """
+    data = config.data
+    names = {one.path: "data.held_out" for one in data.held_out_sources}
+    names |= {one.path: "data.source" for one in data.sources} | {data.tokenizer: "data.tokenizer"}
+    sent = archive.own_files(place.job)
+    for name, key in names.items():
+        if name.partition(":")[0] in _MADE or name in sent:
+            continue
+        if name.startswith("gs://") and "gcloud" in place.tools:
+            bucket.check_there(key, name)
+        elif is_remote(name):
+            yield f"{key}: {name} was not looked up"
+        elif place.sees_this_folder:
+            if not glob.glob(str(Path(name).expanduser())):
+                raise InputError(
+                    f"{key}: {name}: there is no such file or folder\n  fix   --set {key}=... names another"
+                )
+        elif place.is_rented:
+            raise InputError(
+                f"{key}: {name}: is not on the hosts of a new slice, to which launch sends the code and the tokenizer, "
+                "config and rules that the flags of train name in this folder\n"
+                f"  fix   gcloud storage cp --recursive {name} gs://BUCKET/data, then --set {key}=gs://BUCKET/data"
+            )
+        else:
+            yield f"{key}: {name} must be on each host: launch does not send it"

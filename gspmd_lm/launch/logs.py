@@ -65,7 +65,7 @@ class RunFollower:
         for path in [*own, *files(newest)]:
             if path not in self._followers:
                 self._followers[path] = Follower(path, _start_of_last(path, self._count))
-            name = "launch" if path.name == OF_LAUNCH else path.stem
+            name = "launch" if path.name == OF_LAUNCH else process_name(path)
             yield from ((name, line) for line in self._followers[path].lines())
 
 
@@ -77,8 +77,20 @@ def _start_of_last(path: epath.Path, count: int) -> int:
 
 
 def files(folder: PathLike) -> list[epath.Path]:
-    """The logs in a folder, in the order of their processes."""
-    return sorted(epath.Path(folder).glob("*.log"), key=lambda path: (len(path.stem), path.stem))
+    """The logs in the folder of an attempt, in the order of their processes."""
+    folder = epath.Path(folder)
+    slices = sorted(folder.glob("slice*"), key=_by_number)  # but the first one, whose logs are in the folder itself
+    return [path for one in (folder, *slices) for path in sorted(one.glob("*.log"), key=_by_number)]
+
+
+def _by_number(path: epath.Path) -> tuple[int, str]:
+    return len(path.stem), path.stem
+
+
+def process_name(path: PathLike) -> str:
+    """The number of a process; that of a host of another slice than the first one as slice1/0."""
+    path = epath.Path(path)
+    return f"{path.parent.name}/{path.stem}" if path.parent.name.startswith("slice") else path.stem
 
 
 def end(path: PathLike) -> bytes:
@@ -108,5 +120,5 @@ def last_lines(folder: Path, count: int = 5) -> list[str]:
     found = []
     for path in files(folder):
         lines = [line for line in end(path).decode(errors="replace").splitlines() if line.strip()]
-        found += [f"{path.stem}: {line}" for line in lines[-count:]]
+        found += [f"{process_name(path)}: {line}" for line in lines[-count:]]
     return found

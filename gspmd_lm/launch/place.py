@@ -45,6 +45,7 @@ class Place(abc.ABC):
     tools: Sequence[str] = ()  # programs that must be installed here
     lasts = True  # whether processes go on when launch ends
     restarts_itself = False  # whether an attempt that has failed was already started again as often as it may be
+    sees_this_folder = False  # whether its hosts see the files of this machine under the same paths
     is_rented = False  # whether there is a slice, which costs money until it is deleted
 
     def __init__(self, job: Job):

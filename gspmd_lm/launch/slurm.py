@@ -47,6 +47,7 @@ class Slurm(Place):
 
     needed = ("accelerator",)
     tools = ("sbatch", "srun", "squeue", "scancel")
+    sees_this_folder = True
 
     def check(self) -> None:
         self._script("", "")

@@ -62,6 +62,7 @@ class TpuVm(Place):
     needed = ("accelerator", "zone")
     tools = ("gcloud", "tar")
     is_rented = True
+    has_slices = False  # whether one request may ask for several
 
     def __init__(self, job: Job):
         super().__init__(job)
@@ -71,10 +72,10 @@ class TpuVm(Place):
         where = [f"--zone={self.job.zone}", *([f"--project={self.job.project}"] if self.job.project else ())]
         return ["gcloud", "compute", "tpus", group, verb, *more, *where, "--quiet"]
 
-    def _describe(self, group: str) -> dict[str, Any] | None:
-        """What Google Cloud says of the slice or the request; None if there is none."""
+    def _describe(self, group: str, name: str = "") -> dict[str, Any] | None:
+        """What Google Cloud says of a slice or the request, which may share one name; None if there is none."""
         try:
-            text = place.call(self._gcloud(group, "describe", self.job.name, "--format=json"))
+            text = place.call(self._gcloud(group, "describe", name or self.job.name, "--format=json"))
         except CommandFailed as error:
             if "NOT_FOUND" in str(error) or "was not found" in str(error):
                 return None
@@ -87,7 +88,10 @@ class TpuVm(Place):
         bucket.check(self.job.workdir)
 
     def state(self) -> State:
-        found = self._describe("tpu-vm")
+        return self._state_of_slice(self.job.name)
+
+    def _state_of_slice(self, name: str) -> State:
+        found = self._describe("tpu-vm", name)
         return _SLICE_STATES.get(found.get("state", ""), State.WAITING) if found else State.ABSENT
 
     def owner(self) -> str:
@@ -99,10 +103,12 @@ class TpuVm(Place):
         target = self._target
         if not target or not target.chip or target.platform != "tpu":
             raise InputError(f"accelerator: {self.job.accelerator}: no TPU\n  fix   accelerator: v5litepod-16")
-        if target.chip.name not in _RUNTIMES or target.slices > 1:
-            what = f"{target.slices} slices" if target.slices > 1 else target.chip.name
+        if target.chip.name not in _RUNTIMES or (target.slices > 1 and not self.has_slices):
+            what, fix = target.chip.name, "gke"
+            if target.slices > 1:
+                what, fix = f"{target.slices} slices", "queued-resource"
             raise InputError(
-                f"accelerator: {self.job.accelerator}: place {self.job.place} has no {what}\n  fix   place: gke"
+                f"accelerator: {self.job.accelerator}: place {self.job.place} has no {what}\n  fix   place: {fix}"
             )
         kind = {"v5e": "v5litepod"}.get(target.chip.name, target.chip.name)
         topology = "x".join(map(str, target.topology))
@@ -130,11 +136,23 @@ class TpuVm(Place):
         except CommandFailed as error:
             raise CommandFailed(str(error), bool(_FINAL.search(str(error)))) from error
 
-    def _ssh(self, command: str, *more: str) -> list[str]:
-        return self._gcloud("tpu-vm", "ssh", self.job.name, "--worker=all", f"--command={command}", *more)
+    def _to_hosts(self, verb: str, *words: str, node: str = "all") -> list[str]:
+        """A command for all hosts at once: gcloud would serve 64 of them and then the next ones, which start together.
+
+        node: the slice, if there are several.
+        """
+        group, nodes = ("queued-resources", (f"--node={node}",)) if self._slices > 1 else ("tpu-vm", ())
+        return self._gcloud(group, verb, *words, "--worker=all", *nodes, "--batch-size=all")
+
+    @property
+    def _slices(self) -> int:
+        return self._target.slices if self._target else 1
+
+    def _ssh(self, command: str, *more: str, node: str = "all") -> list[str]:
+        return self._to_hosts("ssh", self.job.name, f"--command={command}", *more, node=node)
 
     def _send(self, file: str) -> list[str]:
-        return self._gcloud("tpu-vm", "scp", file, f"{self.job.name}:{archive.NAME}", "--worker=all")
+        return self._to_hosts("scp", file, f"{self.job.name}:{archive.NAME}")
 
     def prepare(self) -> None:
         file = str(archive.make(self.job))
@@ -155,8 +173,14 @@ class TpuVm(Place):
 
     def run(self, attempt: str, logs: Path) -> list[subprocess.Popen[bytes]]:
         # The lines of each host go into a file of its number, and gcloud's own into another. gcloud's exit code says
-        # nothing of the run: with several hosts it goes on after one that has failed.
-        return [place.start(self._ssh(self._run(attempt), f"--output-directory={logs}"), logs / "gcloud.txt")]
+        # nothing of the run: with several hosts it goes on after one that has failed. Each slice numbers its own hosts.
+        followers = []
+        for node in range(self._slices):
+            folder = logs / f"slice{node}" if node else logs
+            folder.mkdir(exist_ok=True)
+            command = self._ssh(self._run(attempt), f"--output-directory={folder}", node=str(node))
+            followers.append(place.start(command, folder / "gcloud.txt"))
+        return followers
 
     def stop(self, attempt: str) -> None:
         place.call(self._ssh(_SIGNAL.format(name="TERM", attempt=f"~/{_FOLDER}/{attempt}")))
@@ -191,7 +215,12 @@ class TpuVm(Place):
 
 
 class QueuedResource(TpuVm):
-    """A slice that Google Cloud creates when a queued request reaches capacity. Request and slice share one name."""
+    """Slices that Google Cloud creates when a queued request reaches capacity.
+
+    Request and slice share one name. Of several slices, each has its number behind it, which Google Cloud adds.
+    """
+
+    has_slices = True
 
     def state(self) -> State:
         found = self._describe("queued-resources")
@@ -199,15 +228,21 @@ class QueuedResource(TpuVm):
             return State.ABSENT
         state = _REQUEST_STATES.get((found.get("state") or {}).get("state", ""), State.WAITING)
         # A request may still be ACTIVE when its slice has been preempted (skypilot-org/skypilot, issue 1468).
-        of_slice = super().state() if state is State.READY else state
-        return State.LOST if of_slice is State.ABSENT else of_slice
+        if state is not State.READY:
+            return state
+        names = [f"{self.job.name}-{number}" for number in range(self._slices)] if self._slices > 1 else [self.job.name]
+        states = {*map(self._state_of_slice, names)}
+        if states & {State.ABSENT, State.LOST}:
+            return State.LOST
+        return State.WAITING if State.WAITING in states else State.READY
 
     def owner(self) -> str:
         nodes = ((self._describe("queued-resources") or {}).get("tpu") or {}).get("nodeSpec") or [{}]
         return ((nodes[0].get("node") or {}).get("labels") or {}).get(LABEL, "")
 
     def _create(self, token: str) -> list[str]:
-        words = [f"--node-id={self.job.name}", *self._accelerator, f"--runtime-version={self._runtime}"]
+        node = f"--node-count={self._slices}" if self._slices > 1 else f"--node-id={self.job.name}"
+        words = [node, *self._accelerator, f"--runtime-version={self._runtime}"]
         return self._gcloud("queued-resources", "create", self.job.name, *words, *self._options(token))
 
     def _delete(self) -> list[str]:

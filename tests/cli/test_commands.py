@@ -22,13 +22,13 @@ train --config=small.yaml --rules=zero1_8 --dry_run --show=wq --html=d.html | op
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --platform=cpu --devices=8 --workdir=runs/a --steps=1 --profile=0:1 --compile_cache=none --set data.held_out=0.0 | step 1/1
 train --workdir=runs/a --steps=2 --step=1 --elastic | restored step 1 of
 plot --workdir=runs/a --html=a.html | a.html
-explain --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --phase=train --json=e.json --html=e.html --export=step.bin --set model.mlp=32 | on cpu:2, 2 simulated devices
+explain --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --phase=train --json=e.json --html=e.html --export=step.bin --assume=notice_s=9 --price=v5e=2/1 --set model.mlp=32 | on cpu:2, 2 simulated devices
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --set model.mlp=32 --executable=step.bin --trust --steps=1 --workdir=runs/b | loaded, not compiled
-compare --rules=fsdp --config=small.yaml --mesh=fsdp=2 --target=cpu:2 --phase=train --json=c.json --export=c.bin --html=c.html --set model.mlp=32 | on cpu:2, 2 simulated devices
+compare --rules=fsdp --config=small.yaml --mesh=fsdp=2 --target=cpu:2 --phase=train --json=c.json --export=c.bin --html=c.html --assume=away_s=9 --price=v5e=2 --set model.mlp=32 | on cpu:2, 2 simulated devices
 explain --program=train.py:step --target=cpu:2 | train.py:step
 explain fsdp8 dp8 --rows --config=small.yaml --target=cpu:8 --json=r.json --html=r.html | - weights.embed: fsdp
 compare dp8 zero1_8 --rows --config=small.yaml --target=v5e:2x4 | + optimizer.embed: data
-plan --config=small.yaml --target=v5e:1x1,h100:1 --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=v5e=2 --price=h100=3 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
+plan --config=small.yaml --target=v5e:1x1,h100:1 --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=v5e=2 --price=h100=3/1 --assume=preemptions_per_day=1 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
 explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --set model.mlp=32 --port=0 --open --json=s.json | wrote s.json
 explore --program=train.py:step --target=cpu:2 --json=s.json | wrote s.json
 convert --from=ODD --workdir=W --rules=dp2_tp4 --mesh=data=1,tensor=8 --platform=cpu --devices=8 --compile_cache=none --ignore=some_feature | ODD: Llama
@@ -39,10 +39,11 @@ eval --workdir=W --rules=none --continuations=IN.jsonl --output=scores.jsonl | s
 convert --config=W/config.yaml --workdir=W --to=OUT --step=0 --dtype=bfloat16 --set data.seq=32 | OUT:
 train --config=W/config.yaml --rules=none --set train.init_from=W --set data.source='chats/*.jsonl' --set data.messages_field=messages --set data.batch=2 --set data.seq=64 --set train.trackers=[] --set data.held_out=0.0 --set 'model.lora={rank: 2, alpha: 4, targets: [wq]}' --steps=1 --workdir=tuned | adapters: learning rate
 convert --workdir=tuned --to=ADAPTER --adapter --base=DIR | ADAPTER:
-launch --place=queued-resource --name=one --elastic --zone=z --project=p --accelerator=v5litepod-8 --runtime_version=v --spot --port=1 --workdir=gs://b/w --train=--config=small.yaml --max_retries=1 --max_hours=1 --max_usd=1 --usd_per_hour=1 --autodelete --logs=here --print -- --rules=fsdp8 | --config=small.yaml --rules=fsdp8
+launch --place=queued-resource --name=one --elastic --zone=z --project=p --accelerator=v5litepod-8 --runtime_version=v --spot --port=1 --workdir=gs://b/w --train=--config=small.yaml --max_retries=1 --max_hours=1 --max_usd=1 --usd_per_hour=1 --assume=notice_s=9 --autodelete --logs=here --print -- --rules=fsdp8 | --config=small.yaml --rules=fsdp8
 launch --place=gke --accelerator=v5litepod-8 --image=i --workdir=gs://b/w --print | image: i
 launch --place=slurm --accelerator=h100:2x8 --python=own --time=1:00 --workdir=w --print | SBATCH --time=1:00
 launch --processes=2 --workdir=runs/two --print -- --config=small.yaml | --num_processes=2 --process_id=1
+logs one.launch --stop --lines=3 | 0 | step 1/1
 keys --markdown | | `train.steps` |
 keys --schema=rules | "microbatches"
 completion bash | complete -o
@@ -128,6 +129,8 @@ def small(arguments):
         return None  # the name of a verb
     if verb == "launch":
         return ["launch", "--print", *arguments[1:]]  # it would ask for what is not here
+    if verb == "logs":
+        return ["logs", "one.launch", "--stop"]  # which else goes on until it is interrupted
     joined = shlex.split(" ".join(map(shlex.quote, arguments)).replace("--set ", "--set="))
     found = [_small(verb, "dry_run" in flags, one) for one in joined]
     if verb == "plan":

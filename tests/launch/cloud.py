@@ -16,7 +16,7 @@ from gspmd_lm.launch.job import Job
 QUICK = loop.Waits(poll=0.05, ask=0.05, look=0.3, retry=0.05, longest=0.2, others=3, stop=5)
 HOSTS = 2
 _GCLOUD = '''
-import json, os, shutil, signal, subprocess, sys, time
+import json, os, re, shutil, signal, subprocess, sys, time
 from pathlib import Path
 at = Path(os.environ["STAND_IN"])
 words = sys.argv[1:]
@@ -28,6 +28,14 @@ file = at / "slice"
 
 def fail(message, code=1):
     sys.exit(print(f"ERROR: (gcloud) {message}", file=sys.stderr) or code)
+
+HOSTS = int(os.environ["HOSTS"])
+
+def hosts():
+    """The numbers of the hosts that a command is for. Those of the second slice follow on those of the first one."""
+    count = json.loads(file.read_text())["slices"]
+    nodes = range(count) if flags.get("node") == "all" else [int(flags.get("node", 0))]
+    return [HOSTS * node + number for node in nodes for number in range(HOSTS)]
 
 def once(name):
     """Whether something is to happen now, and not again."""
@@ -66,12 +74,15 @@ def create():
         fail(f"ALREADY_EXISTS: Resource {words[4]} already exists")
     states = behaviour.get("states", ["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
     label = flags.get("labels", "=").partition("=")
-    file.write_text(json.dumps({"states": states, "labels": {label[0]: label[2]}, "node": "READY"}))
+    file.write_text(json.dumps({"states": states, "labels": {label[0]: label[2]}, "node": "READY",
+                                "slices": int(flags.get("node-count", 1))}))
     if once("lying_create"):  # the answer is lost on its way: the request was made all the same
         fail("DEADLINE_EXCEEDED: Deadline expired before operation could complete.")
 
 def describe():
     one = found()
+    if words[2] == "tpu-vm" and one["slices"] > 1 and not re.fullmatch("one-[0-9]", words[4]):
+        fail("NOT_FOUND: node was not found")  # nodes have the number behind the name of the request
     if once("no_answer"):  # the API is not available for a while
         fail("UNAVAILABLE: The service is currently unavailable.")
     if words[2] == "tpu-vm":
@@ -93,13 +104,13 @@ def ssh():
     if once("refused_ssh"):  # a host that has just begun refuses connections
         fail("[/usr/bin/ssh] exited with return code [255].", 255)
     started = []
-    for number in range(int(os.environ["HOSTS"])):
+    for number in hosts():
         home = at / f"host{number}"
         (home / ".local/bin").mkdir(parents=True, exist_ok=True)
         if not (home / ".local/bin/uv").exists():
             (home / ".local/bin/uv").symlink_to(at / "uv")
         # --output-directory: a file for each worker, of its number. sdk/gcloud/reference/compute/tpus/tpu-vm/ssh
-        out = open(f"{folder}/{number}.log", "wb") if folder else None
+        out = open(f"{folder}/{number % HOSTS}.log", "wb") if folder else None
         started.append(subprocess.Popen(["bash", "-c", command], cwd=home, stdout=out, stderr=out,
                                         env=os.environ | {"HOME": str(home)}, start_new_session=True))
     while any(one.poll() is None for one in started):
@@ -123,6 +134,10 @@ def ssh():
 if words[0] == "storage":
     if behaviour.get("bucket") == "refused":
         fail("HTTPError 403: does not have storage.objects.create access to the Google Cloud Storage object.")
+    if words[1] == "ls":  # sdk/gcloud/reference/storage/ls
+        if behaviour.get("data") == "missing":
+            fail("One or more URLs matched no objects.")
+        print("" if behaviour.get("data") == "empty" else words[2])
     sys.exit(0)
 if words[3] == "create":
     create()
@@ -134,7 +149,7 @@ elif words[3] == "delete":
         fail("FAILED_PRECONDITION: The resource is being suspended")
     file.unlink()
 elif words[3] == "scp":
-    for number in range(int(os.environ["HOSTS"])):
+    for number in hosts():
         (at / f"host{number}").mkdir(exist_ok=True)
         shutil.copy(words[4], at / f"host{number}" / words[5].partition(":")[2])
 elif words[3] == "ssh":

@@ -6,9 +6,10 @@ import shutil
 import pytest
 
 from gspmd_lm import api, cli
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.launch import checks
+from gspmd_lm.launch import archive, checks, places
 from gspmd_lm.launch.job import Job
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.train import decoder
@@ -47,7 +48,11 @@ WRONG = {
     "a slice that does not exist": (["--accelerator=v5litepod-17"], "accelerator: v5litepod-17", "v5litepod-16 (4x4)"),
     "a chip that does not exist": (["--accelerator=v5f:4x4"], "accelerator: v5f:4x4: unknown chip"),
     "no TPU": (["--accelerator=h100:8"], "accelerator: h100:8: no TPU"),
-    "several slices of one VM": (["--accelerator=2@v5e:2x2"], "has no 2 slices", "place: gke"),
+    "several slices of one VM": (
+        ["--place=tpu-vm", "--accelerator=2@v5e:2x2"],
+        "has no 2 slices",
+        "place: queued-resource",
+    ),
     "a chip that has no TPU VMs": (["--accelerator=tpu7x:2x2x1"], "has no tpu7x", "place: gke"),
     "a mesh that does not fill the slice": (["--accelerator=v5litepod-16"], "multiply to 8", "devices is 16"),
     "a mesh that does not divide": (["--", "--rules=tp8", "--mesh=tensor=3"], "multiply to 3"),
@@ -93,6 +98,49 @@ def test_a_bucket_that_may_not_be_written_is_said_before_the_request(file, capsy
     assert file.calls("create") == []
 
 
+NOWHERE = {
+    "nothing in the bucket": (
+        {"data": "missing"},
+        "gs://bucket/data/*.jsonl",
+        "nothing is to be read",
+        "matched no obj",
+    ),
+    "an empty folder of a bucket": ({"data": "empty"}, "gs://bucket/data", "nothing is to be read at", "it is empty"),
+    "a file of this machine": ({}, "texts/*.txt", "is not on the hosts of a new slice", "gcloud storage cp"),
+}
+
+
+@pytest.mark.parametrize("case", NOWHERE)
+def test_data_that_no_host_would_find_is_said_before_the_request(file, capsys, case):
+    behaviour, source, *said = NOWHERE[case]
+    file.behave(**behaviour)
+    assert launch("one.yaml", "--", f"--set=data.source={source}") == 2
+    error = capsys.readouterr().err
+    assert f"data.source: {source}" in error or f"read at {source}" in error
+    assert all(words in error for words in said), error
+    assert file.calls("create") == []
+
+
+def test_data_that_is_there_or_cannot_be_looked_up(file, capsys):
+    job, said = file.job("tpu-vm"), {}
+    for source in ("gs://bucket/data/*.jsonl", "hf://datasets/x/y", "random:64"):
+        config = api.load_config("tiny", [f"data.source={source}"])
+        said[source] = list(checks.check_data(config, places.find(job)))
+    assert said == {"gs://bucket/data/*.jsonl": [], "random:64": [],
+                    "hf://datasets/x/y": ["data.source: hf://datasets/x/y was not looked up"]}  # fmt: skip
+    assert file.calls("gs://bucket/data/*.jsonl") == [] and "ls" in (file.at / "calls").read_text()
+    (note,) = checks.check_data(api.load_config("tiny", ["data.source=/data"]), places.find(file.job("gke", image="i")))
+    assert note == "data.source: /data must be on each host: launch does not send it"
+
+
+def test_nodes_of_slurm_find_what_is_here(file, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    place = places.find(file.job("slurm", accelerator="h100:2x1"))
+    assert list(checks.check_data(api.load_config("tiny", [f"data.source={tmp_path}/*.txt"]), place)) == []
+    with pytest.raises(InputError, match="there is no such file"):
+        list(checks.check_data(api.load_config("tiny", [f"data.source={tmp_path}/*.json"]), place))
+
+
 def test_a_tool_that_is_not_there_is_named(file, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch("one.yaml") == 2
@@ -111,6 +159,18 @@ def test_the_files_of_this_folder_and_the_code_are_sent(file, capsys, monkeypatc
                               "--workdir=gs://bucket/runs/one --compile_cache=gs://bucket/runs/compiled"]  # fmt: skip
     assert (file.at.parent / "runs/one.launch/1/0.log").read_text().startswith("step 9/9")
     assert "the run is finished" in capsys.readouterr().out
+
+
+def test_a_file_beside_the_code_is_sent_and_one_of_the_code_is_not_sent_twice(monkeypatch, tmp_path):
+    checkout = tmp_path / "checkout"
+    for name in ("gspmd_lm", "rules"):
+        (checkout / name).mkdir(parents=True)
+    for name in ("tokens.json", "rules/mine.yaml"):
+        (checkout / name).touch()
+    monkeypatch.setattr("gspmd_lm.versions.PACKAGE", checkout / "gspmd_lm")
+    monkeypatch.chdir(checkout)
+    job = Job(train="--rules=rules/mine.yaml --set=data.tokenizer=tokens.json")
+    assert archive.own_files(job) == ["tokens.json"]
 
 
 def test_memory_is_that_of_the_attention_kernel_that_will_run():

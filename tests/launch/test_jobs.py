@@ -1,6 +1,8 @@
 """The files in jobs/: they are what launch --print makes, and they start what they say."""
 
+import os
 import re
+import shlex
 import subprocess
 import tomllib
 
@@ -8,7 +10,8 @@ import pytest
 import yaml
 
 from gspmd_lm import cli
-from gspmd_lm.launch import launch_file, places
+from gspmd_lm.errors import STOPPED
+from gspmd_lm.launch import launch_file, place, places, tpu
 from tests.launched import ROOT
 
 DERIVED = {"tpu_vm": "tpu_vm.sh", "queued_resource": "queued_resource.sh", "slurm": "slurm.sbatch",
@@ -26,9 +29,42 @@ def test_a_file_is_what_launch_prints(name, monkeypatch, capsys):
     )
 
 
-def test_no_file_is_by_hand():
+def test_what_is_by_hand_is_tested_here():
     names = {path.name for path in (ROOT / "jobs").iterdir()}
-    assert names == {"Dockerfile", *DERIVED.values(), *(f"{name}.yaml" for name in DERIVED)}
+    by_hand = {"Dockerfile", "skypilot.yaml", "xpk.sh"}
+    assert names == {*by_hand, *DERIVED.values(), *(f"{name}.yaml" for name in DERIVED)}
+
+
+def test_skypilot_starts_what_launch_does_on_the_same_slice(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    job, task = (
+        launch_file.read("jobs/queued_resource.yaml", {}),
+        yaml.safe_load((ROOT / "jobs/skypilot.yaml").read_text()),
+    )
+    asked = task["resources"]
+    assert asked["accelerators"] == f"tpu-{job.accelerator}" and asked["infra"].endswith(f"/{job.zone}")
+    assert asked["use_spot"] is job.spot and asked["job_recovery"]["recover_on_exit_codes"] == [STOPPED]
+    assert f"--runtime-version={asked['accelerator_args']['runtime_version']}" in places.find(job)._create("")
+    assert set(task["setup"].splitlines()) < set(tpu._INSTALL.splitlines())
+    assert shlex.split(task["run"].replace("\\\n", " ")) == [
+        "exec", ".venv/bin/python", "main.py", "train", *place.with_cache(job)]  # fmt: skip
+
+
+def test_xpk_starts_what_launch_does_on_the_same_slice(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "xpk").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
+    (tmp_path / "xpk").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    called = subprocess.run(["bash", "jobs/xpk.sh"], capture_output=True, text=True, check=True).stdout.split("\0")
+    asked = dict(word.removeprefix("--").partition("=")[::2] for word in called if word.startswith("--"))
+    job, pods = launch_file.read("jobs/gke.yaml", {}), yaml.safe_load((ROOT / "jobs/gke_jobset.yaml").read_text())
+    pod = pods["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert called[:2] == ["workload", "create"] and asked["tpu-type"] == job.accelerator
+    assert asked["docker-image"] == job.image and asked["max-restarts"] == str(job.max_retries)
+    assert asked["workload"] == job.name and asked["env"] == f"JAX_COORDINATOR_PORT={job.port}"
+    assert asked["termination-grace-period-seconds"] == str(pod["terminationGracePeriodSeconds"])
+    assert shlex.split(asked["command"]) == ["exec", *container["command"]]
 
 
 @pytest.mark.parametrize("name", DERIVED)

@@ -36,6 +36,28 @@ def test_a_preempted_slice_is_deleted_asked_for_again_and_the_run_goes_on(cloud,
     assert logs.exit_code(cloud.at / "logs/3/1.log") == 0
 
 
+def test_a_queued_request_for_several_slices(cloud):
+    """Each slice has hosts 0 and 1, and the log of each host is kept."""
+    all_began = 'until test -e "$STAND_IN/given.0" -a -e "$STAND_IN/given.1"; do sleep 0.1; done'
+    cloud.attempts(f'echo "step 3/9"; {all_began}; case $HOME in *host3) exit 1;; esac', FINISHED)
+    assert cloud.launch(cloud.job(accelerator="2@v5e:2x4", autodelete=True)) == 0
+    (created,) = cloud.calls("create")
+    assert "--node-count=2" in created and "--accelerator-type=v5litepod-8" in created
+    assert not any(word.startswith("--node-id") for word in created)
+    assert [len(cloud.started(host)) for host in range(5)] == [2, 2, 2, 2, 0]
+    assert (cloud.at / "installed").read_text().count("pip install") == 4
+    assert any(line.startswith("slice1/1: ") and line.endswith("ended with 1") for line in cloud.said), cloud.said
+    assert logs.exit_code(cloud.at / "logs/2/slice1/1.log") == 0
+    assert len(cloud.calls("delete")) == 1
+
+
+def test_a_lost_slice_of_several_loses_the_request(cloud):
+    cloud.attempts(PREEMPTED, FINISHED)
+    cloud.behave(after=["ACTIVE"])
+    assert cloud.launch(cloud.job(accelerator="2@v5e:2x4")) == 0
+    assert len(cloud.calls("create")) == 2 and len(cloud.calls("delete")) == 1
+
+
 @SLOW
 def test_a_queue_is_waited_for(cloud):
     cloud.attempts(FINISHED)
