@@ -11,6 +11,7 @@ from gspmd_lm import api
 from gspmd_lm.explore.figures import Figures
 from gspmd_lm.explore.inputs import Inputs
 from gspmd_lm.explore.subject import Subject
+from gspmd_lm.explore.workbench import Workbench
 from gspmd_lm.foresight import explain, table
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
@@ -163,14 +164,19 @@ def test_a_search_gives_points_as_they_come_and_any_of_them_is_loaded(tiny):
     assert tiny.post("load", rank=-1).status_code == 400
 
 
+async def start_nothing(workbench):
+    """Begins to work out no figures: for what is written, none are needed."""
+
+
 def test_only_the_given_file_and_those_of_the_folder_of_rules_are_written(open_bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(Workbench, "start", start_nothing)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rules").mkdir()
     (tmp_path / "mine.yaml").write_text(TP8)
     (tmp_path / "rules/other.yaml").write_text("mesh: {data: 1}\n")
     (tmp_path / "rules/link.yaml").symlink_to(tmp_path / "elsewhere.yaml")
     with open_bench("mine.yaml", "cpu:8", "tiny") as bench:
-        bench.edit(text=TP8 + "remat: block\n")
+        bench.post("edit", text=TP8 + "remat: block\n")
         assert bench.post("save", path="mine.yaml").json() == {"path": "mine.yaml"}
         assert (tmp_path / "mine.yaml").read_text() == TP8 + "remat: block\n"
         assert bench.post("save", path="rules/new.yaml").status_code == 200
