@@ -41,7 +41,7 @@ class Client:
 
     async def _changed_since(self, revision):
         if self.workbench.revision == revision:
-            await self.workbench.wait(0.2)
+            await self.workbench.wait(1.0)
 
     def edit(self, **values):
         """The state once all of an edit is worked out."""
