@@ -99,7 +99,9 @@ def test_events_tell_the_state_when_it_changes(tiny):
 
 
 def test_processes_that_end_or_take_too_long_are_started_anew(tiny, monkeypatch):
-    good = tiny.edit(text="mesh: {tensor: 8}\nrules: {heads: tensor, kv_heads: tensor}\n", target="cpu:8", config="tiny")
+    good = tiny.edit(
+        text="mesh: {tensor: 8}\nrules: {heads: tensor, kv_heads: tensor}\n", target="cpu:8", config="tiny"
+    )
     os.killpg(tiny.workbench._layouts._job._process.pid, signal.SIGSTOP)  # it answers no more
     layers = tiny.workbench._layers._job
     os.killpg(layers._process.pid, signal.SIGKILL)
