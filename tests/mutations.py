@@ -80,7 +80,7 @@ MUTATIONS = tuple(
             "sharding/placement.py",
             'for table in ("rules", "weights", "optimizer")]',
             'for table in ("rules", "weights")]',
-            "sharding/test_rules.py",
+            "sharding/test_placement.py::test_gradients_are_placed_as_the_optimizer_also_where_it_has_no_state",
         ),
         # model
         (
@@ -143,7 +143,7 @@ MUTATIONS = tuple(
             "train/loop.py",
             "if self.best.step == done:\n                self.best = best_before",
             "if self.best.step != done:\n                self.best = best_before",
-            "train/test_loop.py::test_a_resumed_run_ends_early_where_the_straight_one_does",
+            "train/test_loop.py::test_the_best_evaluation_is_of_a_step_that_was_saved",
         ),
         # data
         (
@@ -283,7 +283,7 @@ MUTATIONS = tuple(
             "explore/display.py",
             'if answer["version"] >= self.layer_version:',
             'if answer["version"] > self.layer_version:',
-            "explore/test_workbench.py",
+            "explore/test_workbench.py::test_a_layer_that_is_traced_again_is_taken",
         ),
     )
 )

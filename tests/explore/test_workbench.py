@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import api
+from gspmd_lm.explore.display import Display
 from gspmd_lm.explore.figures import Figures
 from gspmd_lm.explore.inputs import Inputs
 from gspmd_lm.explore.subject import Subject
@@ -196,6 +197,13 @@ def test_a_shared_page_stands_alone(tiny):
     page = tiny.http.get("/share").text.replace("<wbr>", "")
     assert "layers.attention.wq" in page and "# Megatron." in page and "tiny under tp8 for cpu:8" in page
     assert "https://" not in page and " src=" not in page
+
+
+def test_a_layer_that_is_traced_again_is_taken():
+    display = Display()
+    for version, told in ((3, None), (3, ["- rules.heads: tensor"]), (2, None)):
+        display.take_layer({"version": version, "shown": {"layer": {"collectives": []}, "changes": told}})
+    assert display.changes == ["- rules.heads: tensor"] and display.layer_version == 3
 
 
 def test_a_row_that_differs_from_the_pinned_layout_says_what_it_changes():
