@@ -6,6 +6,7 @@ ordinary ones, which `explain` compiles like any other.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -240,6 +241,7 @@ class Row:
         }
 
 
+@functools.cache
 def rows(path: Path = PUBLISHED) -> list[Row]:
     """The published runs, in the order of the file."""
     listed: Iterable[Mapping[str, Any]] = core_yaml.parse(paths.read_text(path), str(path))

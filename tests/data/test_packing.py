@@ -22,6 +22,13 @@ def test_documents_by_hand():
     assert read["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 2, 0], [0, 0, 0, 0]]
 
 
+def test_a_document_that_begins_with_the_token_that_ends_it_is_one_segment():
+    rows = packing.documents(_stream([END, 1, 2], [END, 3]), 6, END, begins_with_end=True)
+    read = {name: array[0].tolist() for name, array in rows.read([0]).items()}
+    assert read["tokens"] == [END, 1, 2, END, END, 3] and read["targets"] == [1, 2, END, -1, 3, END]
+    assert read["segment_ids"] == [1, 1, 1, 1, 2, 2] and read["positions"] == [0, 1, 2, 3, 0, 1]
+
+
 def test_text_by_hand():
     rows = packing.text(InMemory(np.arange(10, dtype=np.uint16)), 4)
     assert (

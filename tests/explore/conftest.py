@@ -28,14 +28,20 @@ class Client:
         return self.http.post(f"/{path}", json=values)
 
     def until(self, holds):
-        """The first state in which something holds."""
+        """The first state in which something holds. Nobody is asked before something has changed."""
         ends = time.monotonic() + LONGEST_S
-        while not holds(state := self.state()):
+        while True:
+            revision = self.workbench.revision
+            if holds(state := self.state()):
+                return state
             assert time.monotonic() < ends, {
                 key: state[key] for key in ("busy", "version", "shown_version", "problems")
             }
-            time.sleep(0.02)
-        return state
+            self.http.portal.call(self._changed_since, revision)
+
+    async def _changed_since(self, revision):
+        if self.workbench.revision == revision:
+            await self.workbench.wait(1.0)
 
     def edit(self, **values):
         """The state once all of an edit is worked out."""

@@ -98,29 +98,24 @@ def test_events_tell_the_state_when_it_changes(tiny):
         assert name == "event: state" and json.loads(data.removeprefix("data: ")).keys() == tiny.state().keys()
 
 
-def test_a_process_that_ends_or_takes_too_long_is_started_anew(open_bench, monkeypatch):
-    with open_bench("tp8", "cpu:8", "tiny") as bench:
-        good = bench.finished()
-        os.killpg(bench.workbench._layouts._job._process.pid, signal.SIGSTOP)  # it answers no more
-        monkeypatch.setattr(jobs, "LONGEST_S", 0.1)
-        bench.post("edit", text=good["inputs"]["text"] + "remat: block\n")
-        late = bench.until(lambda state: state["busy"] is None)
-        assert "takes longer than" in late["problems"][0]["message"] and late["shown_version"] == good["version"]
-        monkeypatch.setattr(jobs, "LONGEST_S", 120.0)
-        again = bench.edit(text=good["inputs"]["text"])
-        assert again["problems"] == [] and again["shown_version"] == again["version"]
-
-
-def test_a_layer_that_cannot_be_traced_is_said_and_the_figures_stay(open_bench):
-    with open_bench("tp8", "cpu:8", "tiny") as bench:
-        good = bench.finished()
-        os.killpg(bench.workbench._layers._job._process.pid, signal.SIGKILL)
-        bench.until(lambda _: bench.workbench._layers._job is None)
-        again = bench.edit(text=good["inputs"]["text"] + "remat: block\n")
-        assert again["shown_version"] == again["version"] and again["layer"]["version"] == again["version"]
-        bench.workbench._fail_layer(again["version"], "it was ended")
-        told = bench.state()
-        assert told["layer"] is None and "the layer: it was ended" in told["not_known"] and told["headline"]
+def test_processes_that_end_or_take_too_long_are_started_anew(tiny, monkeypatch):
+    good = tiny.edit(
+        text="mesh: {tensor: 8}\nrules: {heads: tensor, kv_heads: tensor}\n", target="cpu:8", config="tiny"
+    )
+    os.killpg(tiny.workbench._layouts._job._process.pid, signal.SIGSTOP)  # it answers no more
+    layers = tiny.workbench._layers._job
+    os.killpg(layers._process.pid, signal.SIGKILL)
+    monkeypatch.setattr(jobs, "LONGEST_S", 0.1)
+    tiny.post("edit", text=good["inputs"]["text"] + "remat: block\n")
+    late = tiny.until(lambda state: state["busy"] is None)
+    assert "takes longer than" in late["problems"][0]["message"] and late["shown_version"] == good["version"]
+    tiny.until(lambda _: tiny.workbench._layers._job is not layers)
+    monkeypatch.setattr(jobs, "LONGEST_S", 120.0)
+    again = tiny.edit(text=good["inputs"]["text"] + "remat: dots\n")
+    assert again["problems"] == [] and again["shown_version"] == again["version"] == again["layer"]["version"]
+    tiny.workbench._fail_layer(again["version"], "it was ended")
+    told = tiny.state()
+    assert told["layer"] is None and "the layer: it was ended" in told["not_known"] and told["headline"]
 
 
 def test_what_is_missing_is_said(monkeypatch):

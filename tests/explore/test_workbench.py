@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import api
+from gspmd_lm.explore.display import Display
 from gspmd_lm.explore.figures import Figures
 from gspmd_lm.explore.inputs import Inputs
 from gspmd_lm.explore.subject import Subject
+from gspmd_lm.explore.workbench import Workbench
 from gspmd_lm.foresight import explain, table
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
@@ -163,14 +165,19 @@ def test_a_search_gives_points_as_they_come_and_any_of_them_is_loaded(tiny):
     assert tiny.post("load", rank=-1).status_code == 400
 
 
+async def start_nothing(workbench):
+    """Begins to work out no figures: for what is written, none are needed."""
+
+
 def test_only_the_given_file_and_those_of_the_folder_of_rules_are_written(open_bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(Workbench, "start", start_nothing)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rules").mkdir()
     (tmp_path / "mine.yaml").write_text(TP8)
     (tmp_path / "rules/other.yaml").write_text("mesh: {data: 1}\n")
     (tmp_path / "rules/link.yaml").symlink_to(tmp_path / "elsewhere.yaml")
     with open_bench("mine.yaml", "cpu:8", "tiny") as bench:
-        bench.edit(text=TP8 + "remat: block\n")
+        bench.post("edit", text=TP8 + "remat: block\n")
         assert bench.post("save", path="mine.yaml").json() == {"path": "mine.yaml"}
         assert (tmp_path / "mine.yaml").read_text() == TP8 + "remat: block\n"
         assert bench.post("save", path="rules/new.yaml").status_code == 200
@@ -190,6 +197,13 @@ def test_a_shared_page_stands_alone(tiny):
     page = tiny.http.get("/share").text.replace("<wbr>", "")
     assert "layers.attention.wq" in page and "# Megatron." in page and "tiny under tp8 for cpu:8" in page
     assert "https://" not in page and " src=" not in page
+
+
+def test_a_layer_that_is_traced_again_is_taken():
+    display = Display()
+    for version, told in ((3, None), (3, ["- rules.heads: tensor"]), (2, None)):
+        display.take_layer({"version": version, "shown": {"layer": {"collectives": []}, "changes": told}})
+    assert display.changes == ["- rules.heads: tensor"] and display.layer_version == 3
 
 
 def test_a_row_that_differs_from_the_pinned_layout_says_what_it_changes():

@@ -125,10 +125,13 @@ def test_a_collective_under_way_from_one_turn_to_the_next(nbytes):
     )
     outside = gather("first", nbytes, FSDP) + run_loop("_a", x="first", state=state)
     after = f"  %last = {state} get-tuple-element(%loop_a), index=2\n  %end = u8[{2 * nbytes}] all-gather-done(%last)\n"
-    found = predicted(outside + after, loop(body, 50, "_a", state, "again"))
+    turns = loop(body, 50, "_a", state, "again")
+    found = predicted(outside + after, turns)
     waits = {60: 60, 130: 130 + 49 * 30 + 30}[nbytes]  # the first turn for all of it, others for what compute leaves
     assert (ns(found.matmul_s), ns(found.communication_s)) == (50 * 100, 51 * nbytes)
     assert (ns(found.exposed_communication_s), ns(found.step_time_s)) == (waits, 50 * 100 + waits)
+    behind = predicted(outside + reduce("r", 30, FSDP) + after, turns)  # it waits until the link is free
+    assert ns(behind.step_time_s) == 50 * 100 + waits + 30
 
 
 def test_turns_that_cannot_be_told_are_listed_and_counted_once():

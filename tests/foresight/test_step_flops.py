@@ -85,8 +85,9 @@ SETTINGS = {
     },
     "adapters": {"lora": Lora(rank=4, targets=("wq", "w_down"))},
 }  # fmt: skip
-# Whisper has what T5 has, ALBERT what BERT has, and the layer more than the pattern what the last two have.
-HELD_BY_OTHERS = ("T5", "BERT", "window", "one key head")
+# Whisper has what T5 has, BLIP-2 what CLIP has, Swin what BEiT has but for its scales, ALBERT what BERT has, and the
+# layer more than the pattern what the last two have.
+HELD_BY_OTHERS = ("T5", "CLIP", "BEiT", "BERT", "window", "one key head")
 
 # What a trace multiplies with ones and zeros in place of a look-up: for the gradients of token types, for kinds of
 # points, and for a key's place in its window.

@@ -7,6 +7,7 @@ import pytest
 
 from gspmd_lm.data import tokenizer, trained
 from gspmd_lm.errors import InputError
+from gspmd_lm.infer import generate
 from gspmd_lm.infer.detokenizer import Detokenizer, Stops, special_stops
 from tests.infer import spelled
 
@@ -166,6 +167,15 @@ def stopped(strings, pieces):
 )
 def test_stop_strings_span_tokens_and_are_not_printed(strings, pieces, wanted, ended):
     assert stopped(strings, pieces) == (wanted, ended)
+
+
+def test_a_stop_string_may_come_with_the_last_token_that_there_is_room_for():
+    """Half a character is shown as U+FFFD when nothing follows."""
+    bytes_ = tokenizer.load_tokenizer("bytes")
+    text = generate._Completion(0, (), generate._Spelling(bytes_, ("\ufffd",), (), (), special=False, new_tokens=2))
+    assert text.add(ord("a"), 1.0).result is None
+    result = text.add("é".encode()[0], 1.0).result
+    assert result and (result.text, result.finish_reason) == ("a", "stop")
 
 
 def test_a_prompt_may_spell_out_special_tokens_and_a_document_may_not(bpe):

@@ -30,6 +30,12 @@ def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_g
     assert share(gradients, once) == pytest.approx(1.0)
 
 
+def test_weights_are_gathered_in_each_pass_of_a_loop_and_outside_of_loops_once():
+    weights = EstimatedTransfer("weights", "fsdp", 8.0, 3, True, "all-gather")
+    assert [*overlap._combine([weights, weights])] == [("weights", "fsdp", 6, True, 8.0)]
+    assert [*overlap._combine([weights._replace(in_loop=False)])] == [("weights", "fsdp", 3, False, 8.0)]
+
+
 @pytest.mark.parametrize(("passes_s", "hidden"), [((1e6, 0.0), 0), ((0.0, 1e6), 1)], ids=["forward", "backward"])
 def test_weights_hide_behind_the_pass_that_they_are_gathered_for(passes_s, hidden):
     host = Overlap(targets.parse("h100:8"))

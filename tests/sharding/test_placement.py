@@ -6,7 +6,7 @@ import pytest
 
 from gspmd_lm.sharding import mesh, rules_file
 from gspmd_lm.sharding.annotate import Spec, Split
-from gspmd_lm.sharding.placement import MeshPlacement
+from gspmd_lm.sharding.placement import MeshPlacement, Named, problems
 from tests.launched import launch, output
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -79,3 +79,11 @@ def test_a_tpu_gives_each_device_only_its_piece_of_a_sum(cases):
     launched = launch(TOTAL.replace("CASES", repr(cases)), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     printed, errors = output(launched)
     assert printed.splitlines() == ["True False"] * len(cases), errors
+
+
+def test_gradients_are_placed_as_the_optimizer_also_where_it_has_no_state():
+    raw = {"mesh": {"data": 4}, "rules": {"batch": "data"}, "optimizer": {"embed": "data"}}
+    weights = [(Named("w", ("embed",)), jax.ShapeDtypeStruct((6,), "float32"))]
+    found = problems(rules_file.from_dict(raw, "here.yaml").fill(4), weights)
+    (message,) = [problem.message for problem in found if not problem.warning]
+    assert message == "w: embed=6 does not divide over data=4"

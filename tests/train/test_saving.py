@@ -16,6 +16,14 @@ def test_rows_that_another_batch_skips_or_reads_again_are_counted():
     assert fewer.endswith("was at 2,100 with those of 100: 1,932 rows are read again")
 
 
+def test_the_best_evaluation_knows_how_many_later_ones_were_not_better():
+    best = Best()
+    for step, loss in ((2, 3.0), (4, 2.0), (6, 2.0), (8, float("nan"))):
+        best = best.after(step, loss)
+    assert best == Best(step=4, loss=2.0, since=2, evaluated=8)
+    assert best.ends(2) and not best.ends(3) and not best.ends(0)
+
+
 def test_only_an_evaluation_is_the_best_one():
     best = Best(step=4, loss=2.0, since=1, evaluated=6)
     assert Best.of({"best": dataclasses.asdict(best)}) == best and Best.of({}) == Best()

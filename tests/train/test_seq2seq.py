@@ -86,7 +86,7 @@ def test_where_a_source_is_split_what_the_encoder_made_is_gathered_once_and_no_k
     assert [(one.shape, one.times_per_step) for one in gathered] == [((rows, tokens, width), 1)]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["T5", pytest.param("BART", marks=pytest.mark.slow)])
 def model(request, small):
     """Hidden states of a batch of pairs, with weights that make each token matter."""
     cfg = dataclasses.replace(small(**KINDS[request.param]).model, dropout=0.0)

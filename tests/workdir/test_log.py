@@ -33,6 +33,12 @@ def test_rows_and_checkpoints_that_do_not_go_together_are_said(tmp_path, rows, s
     assert lines == ([f"warning: {tmp_path / 'metrics.jsonl'}: {said}"] if said else [])
 
 
+def test_a_run_that_goes_on_keeps_its_rows_up_to_that_step(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(ROWS + '{"step": 3, "loss": 0.5}\n')
+    Log(epath.Path(tmp_path), 2, Train(steps=9, trackers=()), {}).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ROWS
+
+
 def test_rows_that_cannot_be_written_are_written_later(tmp_path):
     """As on a full disk, or where a folder has the name of the file."""
     lines, path = [], tmp_path / "metrics.jsonl"
