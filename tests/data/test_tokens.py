@@ -341,14 +341,16 @@ def test_ends_that_are_spelled_where_they_end_nothing_are_said(folder):
     )
 
 
-def test_binary_and_empty_files_are_skipped_and_said(folder):
+def test_binary_and_empty_files_are_skipped_and_said(folder, monkeypatch):
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_bytes(b"\0\1\2" * 50)
     (folder / "texts" / "b.txt").write_bytes(b"")
     (folder / "texts" / "c.txt").write_bytes(b"words " * 90)
+    shutil.copytree("texts", "texts/more")
+    monkeypatch.setattr(making, "UNIT_BYTES", 300)
     said = _make("texts", held_out=0)
-    assert "skipped, binary: texts/a.txt" in said and "skipped, empty: texts/b.txt" in said
-    assert "1 document" in said[0]
+    assert "skipped, binary: texts/a.txt, texts/more/a.txt" in said and "2 documents" in said[0]
+    assert "skipped, empty: texts/b.txt, texts/more/b.txt" in said
 
 
 @pytest.mark.parametrize(
