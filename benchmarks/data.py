@@ -29,7 +29,7 @@ from gspmd_lm.data import loader, making, sources, tokens, trained
 from gspmd_lm.data.folders import Folder
 from gspmd_lm.files import with_sum
 
-VOCAB, SEQ, BATCH = 8192, 2048, 64
+VOCAB, SEQ, BATCH, MOST_STEPS = 8192, 2048, 64, 200
 TOKENIZE = [sys.executable, str(measure.ROOT / "main.py"), "tokenize"]
 ALONE = """
 import json, sys, tokenizers
@@ -181,25 +181,26 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def reading(at: Path) -> list[dict[str, Any]]:
-    """Rows per CPU-second, in the order of a run: from shards, and from ArrayRecord files by Grain."""
+    """Rows per CPU-second, in the order of a run: from shards, and from an ArrayRecord file of these rows by Grain."""
     import grain
     from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  (compiled)
 
-    opened = open_rows(str(at / "by1"))
-    steps = min(opened.steps_per_epoch, 200)
+    opened = open_rows(str(at / "many"))
+    steps = min(opened.steps_per_epoch, MOST_STEPS)
     indices = np.concatenate([opened.indices_at(step, np.arange(BATCH)) for step in range(steps)])
     stream = opened.rows.stream  # pyright: ignore[reportAttributeAccessIssue]
     writer = array_record_module.ArrayRecordWriter(str(at / "rows.array_record"), "group_size:1,uncompressed")
-    for number in range(len(opened.rows)):
-        (row,) = stream.read([opened.rows._span(number)])  # pyright: ignore[reportAttributeAccessIssue]
+    spans = [opened.rows._span(int(one)) for one in indices]  # pyright: ignore[reportAttributeAccessIssue]
+    for span in sorted(spans):
+        (row,) = stream.read([span])
         writer.write(row.tobytes())
     writer.close()
     records = grain.sources.ArrayRecordDataSource(str(at / "rows.array_record"))
-    spans = [opened.rows._span(int(one)) for one in indices]  # pyright: ignore[reportAttributeAccessIssue]
+    places = np.argsort(np.argsort(indices))  # of the rows in that file
 
     def by_grain() -> None:
-        for start in range(0, len(indices), BATCH):
-            found = records.__getitems__([int(one) for one in indices[start : start + BATCH]])
+        for start in range(0, len(places), BATCH):
+            found = records.__getitems__([int(one) for one in places[start : start + BATCH]])
             assert all(len(np.frombuffer(one, "<u2")) for one in found)
 
     def by_shards() -> None:
@@ -288,9 +289,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trained.train_tokenizer(sources.open_source(Data(source=str(at / "small.jsonl"))).documents(), VOCAB, tokenizer)
         for name, part in {
             "rates": lambda: rates(at, at / "small.jsonl", tokenizer),
-            "bounds": lambda: [*bounds(at, at / "large.jsonl", tokenizer), *reading(at)],
+            "bounds": lambda: bounds(at, at / "large.jsonl", tokenizer),
             "kills": lambda: kills(at, at / "small.jsonl", tokenizer, given.kills),
-            "start": lambda: start(at, given.tokens, tokenizer),
+            "start": lambda: [*start(at, given.tokens, tokenizer), *reading(at)],
         }.items():
             if given.only in ("", name):
                 found = part()

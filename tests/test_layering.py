@@ -345,7 +345,7 @@ def test_the_first_line_of_a_file_says_what_it_is_for():
 
 # These alone write files themselves: into a folder or file that files.py puts in place when it is whole, or, the log,
 # line by line.
-WRITERS = ("convert.export", "data.cache", "data.remote", "files", "foresight.compile", "launch.logs", "workdir.log")
+WRITERS = ("convert.export", "data.folders", "data.remote", "files", "foresight.compile", "launch.logs", "workdir.log")
 
 
 def writes(nodes):

@@ -49,6 +49,20 @@ def open_source(
     return source, encoder, None
 
 
+def take_classes(config: Config, encoder: labelled.Labelled, classes: tuple[str, ...], known: Sequence[str]) -> None:
+    """Gives an encoder the classes with which the tokens of a folder were made.
+
+    Raises InputError if the model has no room for them, or has learnt them in another order.
+    """
+    if labelled.order_classes(classes, known) != classes:
+        raise InputError(
+            f"data.source: the tokens have the classes in the order {', '.join(classes)}, and the model has learnt "
+            f"{', '.join(known)}\n  fix   name the texts in place of the tokens"
+        )
+    encoder.classes = classes
+    check_classes(config, encoder)
+
+
 def check_classes(config: Config, encoder: labelled.Labelled) -> None:
     """Raises InputError if the model has no room for the token types or the classes of labelled texts."""
     data = config.data

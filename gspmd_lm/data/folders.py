@@ -8,7 +8,7 @@ import secrets
 import shutil
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Folder:
         store, path = self._store
         with self._naming(f"{names[0]}, ..." if names else ""):
             found = store.cat([f"{path}/{name}" for name in names]) if names else {}
-            by_name = {full.rpartition("/")[2]: content for full, content in found.items()}
+            by_name = {full.partition(f"{path}/")[2]: content for full, content in found.items()}
             return [by_name[name] for name in names]
 
     def read_spans(self, spans: Sequence[tuple[str, int, int]]) -> list[bytes]:
@@ -89,10 +89,8 @@ class Folder:
     def write(self, name: str, content: bytes) -> None:
         """Writes a file in one move, in the place of one that may be there."""
         if self.is_local:
-            path = Path(self.address, name)
-            with self._new_file(content) as new:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                new.replace(path)
+            Path(self.address, name).parent.mkdir(parents=True, exist_ok=True)
+            self._put(content, name, os.replace)
             return
         store, path = self._store
         with self._naming(name):
@@ -102,8 +100,7 @@ class Folder:
         """Writes a file if there is none of this name. Of several processes that do so at once, one is told True."""
         try:
             if self.is_local:
-                with self._new_file(content) as new:
-                    os.link(new, Path(self.address, name))
+                self._put(content, name, os.link)
             else:
                 store, path = self._store
                 with self._naming(name):
@@ -112,19 +109,29 @@ class Folder:
             return False
         return True
 
-    @contextlib.contextmanager
-    def _new_file(self, content: bytes) -> Iterator[Path]:
-        """A context with a file that no other process writes to. If a process is killed, it stays in MAKING."""
+    def _put(self, content: bytes, name: str, put: Callable[[Path, Path], None]) -> None:
+        """Writes a file that no other process writes to, and puts it in its place.
+
+        If a process is killed meanwhile, the new file stays in MAKING. Another process may delete MAKING at any time.
+        """
         new = Path(self.address, MAKING, f"{secrets.token_hex(8)}.new")
-        new.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with new.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            yield new
-        finally:
-            new.unlink(missing_ok=True)
+        for is_last in (False, False, True):
+            is_own = not new.parent.exists()
+            new.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with new.open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                return put(new, Path(self.address, name))
+            except FileNotFoundError:
+                if is_last:
+                    raise
+            finally:
+                new.unlink(missing_ok=True)
+                if is_own:
+                    with contextlib.suppress(OSError):  # other processes have files there
+                        new.parent.rmdir()
 
     def remove(self, name: str) -> None:
         """Deletes a file, or a folder in this one, if it is there."""

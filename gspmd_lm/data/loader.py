@@ -164,8 +164,7 @@ def open_loaders(
         tokens = encoders.open_encoder(config)
         opened = open_tokens(data, folders, tokens)
         if isinstance(tokens, labelled.Labelled):
-            tokens.classes = opened.classes
-            encoders.check_classes(config, tokens)
+            encoders.take_classes(config, tokens, opened.classes, known)
     else:
         source, tokens, made = encoders.open_source(config, progress, known)
         opened = cache.open_cache(source, tokens, data.held_out_share, progress)

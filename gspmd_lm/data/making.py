@@ -26,6 +26,7 @@ import numpy as np
 from gspmd_lm import files
 from gspmd_lm.data import shards, tokens
 from gspmd_lm.data.chat import Chat
+from gspmd_lm.data.corpus import FileNotes
 from gspmd_lm.data.folders import MAKING, Folder
 from gspmd_lm.data.labelled import CUT, Labelled
 from gspmd_lm.data.packing import LAST, record_sizes
@@ -223,8 +224,8 @@ class _Work:
         spelled = self.encoder.spelled_end or END_OF_TEXT.encode() if is_text else b""
         replaced_before = self.encoder.replaced_bytes
         up_to, apart = self._held_out_limits()
-        notes = self.source.notes_of_read
-        noted_before = str(notes)
+        notes = self.source.notes_of_read or FileNotes()
+        notes.files.clear()
         versions = [file.current_version() for file in unit.files]
         part = SourcePart(unit.split, unit.files)
         for batch, done_bytes in _ahead(_batches(self.source.read(part), unit.size_bytes)):
@@ -252,7 +253,7 @@ class _Work:
             raise InputError("data.source: its files changed while they were read\n  fix   start again")
         self._tokens += sum(one.length for one in made.values())
         facts = {name: self._write(f"{name}-{unit.number:05d}.npy", one) for name, one in made.items() if one.length}
-        said = [line for line in str(notes or "").splitlines() if line not in noted_before.splitlines()]
+        said = {what: [str(path) for path in paths] for what, paths in notes.files.items()}
         counts["replaced_bytes"] = self.encoder.replaced_bytes - replaced_before
         return {**counts, "shards": facts, "notes": said}
 
@@ -329,10 +330,12 @@ def tokens_of_notes(
     """What the notes of all units say together."""
     counts = (*COUNTS, "documents", "document_bytes")
     of = {HELD_OUT: source.held_out or source.parts[0]} | dict(zip(splits, source.parts, strict=False))
-    said = filter(None, (source.notes, *dict.fromkeys(line for note in notes for line in note["notes"])))
+    found = FileNotes()
+    for what, path in ((what, path) for note in notes for what, paths in note["notes"].items() for path in paths):
+        found.add(what, Path(path))
     return {
         **{key: sum(note[key] for note in notes) for key in counts},
-        "notes": "\n".join(said),
+        "notes": "\n".join(filter(None, (source.notes, str(found)))),
         "splits": [
             {"name": name, "of": of[name].name, "weight": of[name].weight,
              "shards": [note["shards"][name] for note in notes if name in note["shards"]]}

@@ -38,8 +38,9 @@ def encode_shard(tokens: np.ndarray, seed: int) -> bytes:
     records = np.zeros(count, record_type(tokens.dtype))
     records["tokens"][:, :-1] = padded[:-1].reshape(count, RECORD_TOKENS)
     records["tokens"][:, -1] = padded[RECORD_TOKENS::RECORD_TOKENS]
-    records["crc32"] = _checksums(records.tobytes(), records.dtype.itemsize, seed)
-    return npy_header(records.dtype, count) + records.tobytes()
+    raw = records.view(np.uint8).data
+    records["crc32"] = _checksums(raw, records.dtype.itemsize, seed)
+    return b"".join((npy_header(records.dtype, count), raw))
 
 
 def npy_header(dtype: np.dtype, *shape: int) -> bytes:
@@ -51,9 +52,9 @@ def npy_header(dtype: np.dtype, *shape: int) -> bytes:
     return out.getvalue()
 
 
-def _checksums(records: bytes, record_bytes: int, seed: int) -> list[int]:
+def _checksums(records: bytes | memoryview, record_bytes: int, seed: int) -> list[int]:
     """The CRC-32 of each record, which begins with `seed` and the number of the record."""
-    view, crc32 = memoryview(records), zlib.crc32
+    view, crc32 = memoryview(records), zlib.crc32  # a part of a view is no copy
     return [
         crc32(view[start : start + record_bytes - 4], seed + number & 0xFFFFFFFF)
         for number, start in enumerate(range(0, len(records), record_bytes))

@@ -258,11 +258,16 @@ def _check_encoder(folder: Folder, manifest: Mapping[str, Any], encoder: Encoder
             f"data.{name}={now}: {folder.address} was made with data.{name}={was}\n"
             f"  fix   --set data.{name}={was}, or make the tokens anew with tokenize"
         )
-    kept = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else folder.address
+    kept = kept_tokenizer(folder, manifest)
     raise InputError(
         f"data.tokenizer={data.tokenizer}: {folder.address} was made with another tokenizer, {manifest['tokenizer']}\n"
         f"  fix   --set data.tokenizer={kept} --set model.vocab=0"
     )
+
+
+def kept_tokenizer(folder: Folder, manifest: Mapping[str, Any]) -> str:
+    """What data.tokenizer has to name for the tokens of a folder, which keeps a copy of its tokenizer."""
+    return manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else folder.address
 
 
 def describe_settings(data: Data) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from etils import epath
 from gspmd_lm import files
 from gspmd_lm.config import Config, core_yaml
 from gspmd_lm.config.paths import cache_entry, cache_folder, read_text, unwritable
-from gspmd_lm.data import corpus, sources, special_tokens
+from gspmd_lm.data import corpus, sources, special_tokens, tokens
 from gspmd_lm.data.sources import DocumentSource, Progress, random_rows
 from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, MASK, Tokenizer, load_tokenizer, tokenizer_path, trained_size
 from gspmd_lm.errors import InputError
@@ -46,6 +46,12 @@ def with_vocab_size(config: Config) -> Config:
     if size and random_rows(data.source):
         raise InputError(
             f"data.tokenizer={data.tokenizer}: {data.source} has no text to train it on\n  fix   name a source of texts"
+        )
+    if size and (folders := tokens.find_folders(data)):
+        folder, manifest = folders[0]
+        raise InputError(
+            f"data.tokenizer={data.tokenizer}: {folder.address} has tokens already, of {manifest['tokenizer']}\n"
+            f"  fix   --set data.tokenizer={tokens.kept_tokenizer(folder, manifest)}"
         )
     if size and data.conversations:
         raise InputError(

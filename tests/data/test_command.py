@@ -143,11 +143,11 @@ def test_a_log_gets_a_line_every_ten_seconds(monkeypatch):
 
 def test_a_terminal_gets_one_line_that_is_rewritten(monkeypatch):
     mb = 1_000_000
-    reports = [(0.2, "tokenizing", i * mb, 1000 * mb) for i in (1, 2, 1000)]
+    reports = [(0.2, "tokenizing", i * mb, 1000 * mb, "9 tokens/s" if i == 2 else "") for i in (1, 2, 1000)]
     shown = _shown(monkeypatch, reports, force_terminal=True, force_interactive=True, no_color=True)
     assert [line.strip() for line in shown.replace("\n", "\r").split("\r")] == [
         "tokenizing: 1.0 of 1,000.0 MB, 0%",
-        "tokenizing: 2.0 of 1,000.0 MB, 0%, 3 min left",
+        "tokenizing: 2.0 of 1,000.0 MB, 0%, 9 tokens/s, 3 min left",
         "tokenizing: 1,000.0 of 1,000.0 MB, 100%",
         "",
     ]

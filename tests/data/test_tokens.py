@@ -12,7 +12,7 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.config import nest
-from gspmd_lm.data import folders, loader, making, readers, shards, tokens
+from gspmd_lm.data import folders, loader, making, readers, shards, tokens, trained
 from gspmd_lm.data.folders import Folder
 from gspmd_lm.data.tokenize import tokenize
 from gspmd_lm.errors import InputError, RunFailed
@@ -67,6 +67,8 @@ def _equal(some, others):
                for a, b in zip(some, others, strict=True))  # fmt: skip
 
 
+IMAGES = {"vocab": 0, "context": 5, "positions": "learned", "patches": {"image": 8, "size": 4}, "classes.count": 3,
+          "attention.mask": "full"}  # fmt: skip
 FULL = {"attention.mask": "full"}
 CHAT = {"tokenizer": "chatty", "messages_field": "messages", "seq": 64}
 LABELLED = {"fields": ["a", "b"], "label": "label", "seq": 32}
@@ -241,7 +243,7 @@ def test_harm_to_a_shard_names_it(harm, message):
     Path("again").rename("other")
     harm()
     with pytest.raises(InputError, match=message):
-        _rows("made", range(40))
+        _rows("made", range(150))
 
 
 def test_harm_to_the_sizes_of_records(records):
@@ -266,13 +268,20 @@ def _version():
         ("made", {"messages_field": "m", "tokenizer": "chatty"}, r"data\.messages_field=m: made was made with "),
         (["made", "a.jsonl"], {}, r"made has tokens, and a\.jsonl does not(.|\n)*tokenize --set data\.source=a\.jsonl"),
         ("made", {"held_out": "b.jsonl"}, r"data\.held_out: b\.jsonl has no tokens, as data\.source has\n  fix "),
-        ("made", {"tokenizer": "bpe:300"}, r"data\.tokenizer=bpe:300(.|\n)*fix "),
     ],
 )  # fmt: skip
 def test_other_settings_than_the_tokens_were_made_with(records, source, settings, message):
     _make()
     with pytest.raises(InputError, match=message):
         _rows(source, **settings)
+
+
+def test_a_tokenizer_that_is_yet_to_be_trained():
+    _make()
+    with pytest.raises(
+        InputError, match=r"bpe:300: made has tokens already, of bytes\n  fix   --set data\.tokenizer=byt"
+    ):
+        trained.with_vocab_size(_config("made", tokenizer="bpe:300"))
 
 
 def test_another_version_of_the_manifest():
@@ -332,14 +341,16 @@ def test_ends_that_are_spelled_where_they_end_nothing_are_said(folder):
     )
 
 
-def test_binary_and_empty_files_are_skipped_and_said(folder):
+def test_binary_and_empty_files_are_skipped_and_said(folder, monkeypatch):
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_bytes(b"\0\1\2" * 50)
     (folder / "texts" / "b.txt").write_bytes(b"")
     (folder / "texts" / "c.txt").write_bytes(b"words " * 90)
+    shutil.copytree("texts", "texts/more")
+    monkeypatch.setattr(making, "UNIT_BYTES", 300)
     said = _make("texts", held_out=0)
-    assert "skipped, binary: texts/a.txt" in said and "skipped, empty: texts/b.txt" in said
-    assert "1 document" in said[0]
+    assert "skipped, binary: texts/a.txt, texts/more/a.txt" in said and "2 documents" in said[0]
+    assert "skipped, empty: texts/b.txt, texts/more/b.txt" in said
 
 
 @pytest.mark.parametrize(
@@ -347,8 +358,7 @@ def test_binary_and_empty_files_are_skipped_and_said(folder):
     [
         ({"source": "random:3"}, "random:3 has no documents"),
         ({"source": "made"}, r"data\.source=made: has tokens already"),
-        ({"source": "a.jsonl", "model": {"vision": {"patches": {"image": 32, "size": 8}, "projection": 8, "embed": 8}},
-          "fields": ["a", "b"]}, "a model of images or sounds reads files"),
+        ({"source": "a.jsonl", "seq": 8, "objective": "classes", "model": IMAGES}, "of images or sounds reads files"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_tokenized(settings, message):
