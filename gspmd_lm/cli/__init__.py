@@ -16,6 +16,7 @@ from typing import NoReturn
 from absl import flags
 
 from gspmd_lm import versions
+from gspmd_lm.cli.calibrate import CALIBRATE
 from gspmd_lm.cli.completion import COMPLETION
 from gspmd_lm.cli.convert import CONVERT
 from gspmd_lm.cli.eval import EVAL
@@ -31,7 +32,7 @@ from gspmd_lm.cli.verb import HELP, MACHINE, Verb
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, exit_code, printable
 from gspmd_lm.runtime import endings
 
-_VERBS = (TRAIN, LAUNCH, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, EXPLORE, PLOT, KEYS, COMPLETION)
+_VERBS = (TRAIN, LAUNCH, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, CALIBRATE, EXPLORE, PLOT, KEYS, COMPLETION)
 VERBS = {verb.name: verb for verb in _VERBS}
 
 

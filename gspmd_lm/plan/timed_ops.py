@@ -42,7 +42,7 @@ class TimedOp:
 
 def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: bool) -> Iterator[TimedOp]:
     """The ops of a part. rounds_to_bf16: matmuls of float32 have operands that are rounded to bfloat16."""
-    launch_s = op_time.LAUNCH_S[chip.platform]
+    launch_s = op_time.kernel_gap_s(chip)
     for op in op_graph.ops:
         # Kernels of experts skip what of a buffer is empty, as half of it is where loads are even.
         of_device = (lambda size, nodes: size / shards.count(nodes)) if op.is_grouped else shards.held_bytes
