@@ -8,7 +8,6 @@ One core computes, and what counts are its CPU seconds, so that other work on th
 """
 
 import collections
-import dataclasses
 import glob
 import os
 import statistics
@@ -121,7 +120,9 @@ def _show_worst(place: target.Target, text: str, run: Callable[[], None], count:
             rows.append((predicted_s - seen_s, predicted_s, seen_s, one))
     print(f"all operations: predicted {sum(r[1] for r in rows):.4f} s, profiled {sum(r[2] for r in rows):.4f} s")
     for _, predicted_s, seen_s, one in sorted(rows, key=lambda row: -abs(row[0]))[:count]:
-        inside = collections.Counter(i.opcode for i in one.inside if i.opcode not in ("parameter", "constant", "bitcast"))
+        inside = collections.Counter(
+            i.opcode for i in one.inside if i.opcode not in ("parameter", "constant", "bitcast")
+        )
         print(f"{1e6 * predicted_s:9.0f} {1e6 * seen_s:9.0f} us {one.opcode} {one.shape.arrays[0].dtype}"
               f"{list(one.shape.arrays[0].dimensions)} {dict(inside)} {one.name_in_model.phase}")  # fmt: skip
 

@@ -141,7 +141,8 @@ def _quote(text: str) -> str:
 def _software() -> str:
     installed = versions.installed_versions(("jax", "jaxlib"))
     cores = f", {len(os.sched_getaffinity(0))} cores" if jax.default_backend() == "cpu" else ""
-    return f"jax {installed['jax']}, jaxlib {installed['jaxlib']}, Python {installed['python']}, {machine.machine()}{cores}"
+    packages = f"jax {installed['jax']}, jaxlib {installed['jaxlib']}, Python {installed['python']}"
+    return f"{packages}, {machine.machine()}{cores}"
 
 
 def _memory_bytes(device: Any, known: Chip | None) -> int:
@@ -165,7 +166,9 @@ def _memory(device: Any, known: Chip | None) -> dict[str, Any]:
 
 
 def _peaks(rates: Sequence[MatmulRate]) -> dict[str, Any]:
-    best = {dtype: max(one.flops_per_s for one in rates if one.dtype == dtype) for dtype in {one.dtype for one in rates}}
+    best = {
+        dtype: max(one.flops_per_s for one in rates if one.dtype == dtype) for dtype in {one.dtype for one in rates}
+    }
     names = {"bf16": "peak_bf16_flops_per_s", "f32": "peak_f32_flops_per_s"}
     found = {
         field: (f"{best[dtype] / 1e12:.4g} TFLOP/s", "measured: the fastest matmul")
@@ -375,6 +378,8 @@ def _collective(mesh: Mesh, step: Callable[[jax.Array], jax.Array], size_bytes: 
     count = size_bytes // 4 // mesh.shape["group"] * mesh.shape["group"]
     shape = (max(count, mesh.shape["group"]) * mesh.size,)
     sharding = NamedSharding(mesh, spec)
-    x = jax.make_array_from_callback(shape, sharding, lambda index: np.ones(len(range(*index[0].indices(shape[0]))), "f"))
+    x = jax.make_array_from_callback(
+        shape, sharding, lambda index: np.ones(len(range(*index[0].indices(shape[0]))), "f")
+    )
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     return Program(run, (x,))

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 
 from gspmd_lm.foresight.hlo import Instruction
-from gspmd_lm.foresight.timing import gathers, gpu_fusions, measured
+from gspmd_lm.foresight.timing import gathers, gpu_fusions
+from gspmd_lm.hardware import measured
 from gspmd_lm.hardware.chips import Chip
 
 # An operation of a program -> the operation of `Chip.element_rates` that takes as long.

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator
 
 from gspmd_lm.foresight.hlo import Array, Instruction
 from gspmd_lm.foresight.hlo.work import dot_sides
-from gspmd_lm.foresight.timing import attention, cpu_fusions, gathers, gpu_fusions, measured
+from gspmd_lm.foresight.timing import attention, cpu_fusions, gathers, gpu_fusions
+from gspmd_lm.hardware import measured
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped, grouped_gpu
 from gspmd_lm.units import bits

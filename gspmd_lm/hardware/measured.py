@@ -36,6 +36,22 @@ def bytes_per_s(chip: Chip, moved_bytes: float) -> float:
     return math.exp(_between(math.log(max(moved_bytes, 1)), known))
 
 
+def collective_s(chip: Chip, kind: str, size_bytes: float, devices: int, processes: int) -> float:
+    """The seconds of a collective, from those of groups that are most like its own; 0 if its kind was not measured.
+
+    Between two sizes that were measured, the time is on the line between them. Beyond the largest, each byte takes as
+    long as there. A group of more devices than were measured sends a larger part of what each holds.
+    """
+    alike = [one for one in chip.collective_times if one.kind == kind and (one.processes > 1) == (processes > 1)]
+    if not alike:
+        return 0.0
+    group = min({one.devices for one in alike}, key=lambda known: abs(math.log(known / devices)))
+    points = sorted((one.size_bytes, one.seconds) for one in alike if one.devices == group)
+    seconds = _between(size_bytes, [(float(size), one_s) for size, one_s in points])
+    seconds *= max(1.0, size_bytes / points[-1][0])
+    return seconds * (1 - 1 / devices) / (1 - 1 / group)
+
+
 def _between(x: float, points: list[tuple[float, float]]) -> float:
     """The value at x on the line through points in ascending order, which is level before the first and after the last."""
     if x <= points[0][0]:
