@@ -2,13 +2,16 @@
 
     taskset -c 0 python -m benchmarks.calibrated [--chip=my.yaml] [--only=tiny,experts] [--ops=20] [--write]
 
-One core computes, and what counts are its CPU seconds, so that other work on the machine disturbs little. Without
---chip, the CPU is calibrated first, in the same process. Each config is compiled as `train` compiles it, predicted as
-`explain` does, and run. --ops lists the operations that are predicted worst: their times come from jax's profiler.
+One core computes, and what counts are its CPU seconds. Other work on the machine still makes them longer, by as much as
+a third within minutes. So a probe of one matmul and one sum of large arrays is timed when the CPU is calibrated and
+around the steps, and measured seconds are divided by how much longer it takes then. --chip takes the file of an earlier
+calibration, whose probe is not known. Each config is compiled as `train` compiles it, predicted as `explain` does, and
+run. --ops lists the operations that are predicted worst: their times come from jax's profiler.
 """
 
 import collections
 import glob
+import operator
 import os
 import statistics
 import tempfile
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import measure
 from gspmd_lm import config as configs
@@ -30,7 +35,7 @@ from gspmd_lm.hardware.network import Network
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import decoder, state, step
 
-ROUNDS, STEPS = 5, 3
+ROUNDS, STEPS = 7, 2
 # A name -> the config that is changed, what is changed, and the remat policy.
 CASES: Mapping[str, tuple[str, str, str]] = {
     "tiny": ("tiny", "", "none"),
@@ -51,7 +56,13 @@ CASES: Mapping[str, tuple[str, str, str]] = {
         "none",
     ),
 }
-COLUMNS = {"config": "config", "measured_ms": "measured, CPU ms", "predicted_ms": "predicted", "error": "error"}
+COLUMNS = {
+    "config": "config",
+    "measured_ms": "measured, CPU ms",
+    "slower": "probe",
+    "predicted_ms": "predicted",
+    "error": "error",
+}
 
 
 def case_config(name: str) -> Config:
@@ -60,8 +71,39 @@ def case_config(name: str) -> Config:
     return configs.load(base, changes.split())
 
 
-def compare(name: str, chip_file: str, worst: int) -> dict[str, Any]:
-    """The measured and the predicted step of a case."""
+def make_probe() -> Callable[[], float]:
+    """A function that gives the CPU seconds of a probe of the machine's speed: a matmul, and sums of large arrays."""
+
+    @jax.jit
+    def run(x: jax.Array, large: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x @ x, large + 1
+
+    x, large = jnp.ones((512, 512)), jnp.ones(2**22)
+    jax.block_until_ready(run(x, large))
+
+    def probe() -> float:
+        began = time.process_time()
+        for _ in range(6):
+            found = run(x, large)
+        jax.block_until_ready(found)
+        return (time.process_time() - began) / 6
+
+    return probe
+
+
+def begin(built: step.Step) -> state.State:
+    """A state with random weights. No program is compiled for it."""
+    rng, zero = np.random.default_rng(0), np.int32(0)
+    params = jax.tree.map(lambda x: (0.1 * rng.standard_normal(x.shape)).astype(x.dtype), built.arrays.params)
+    moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), built.arrays.optimizer)
+    first = state.State(zero, params, moments, jax.random.key(1), zero, zero)
+    return jax.device_put(first, built.state_shardings, may_alias=False)
+
+
+def compare(
+    name: str, chip_file: str, worst: int, probe: Callable[[], float], calibrated_s: float | None
+) -> dict[str, Any]:
+    """The measured and the predicted step of a case. calibrated_s: of the probe, when the CPU was calibrated."""
     cfg, remat = case_config(name), CASES[name][2]
     (device,) = jax.devices()
     place = target.from_devices([device], chip_file)
@@ -71,7 +113,7 @@ def compare(name: str, chip_file: str, worst: int) -> dict[str, Any]:
     compiled, report, text = measure.explained(
         built, built.trace_train(), cfg, rules, arrays, problems, chip_file=chip_file
     )
-    now, batch = built.lower_init().compile()(), measure.random_batch(built, jax.random.key(0))
+    now, batch = begin(built), measure.random_batch(built, jax.random.key(0))
 
     def run(steps: int) -> None:
         nonlocal now
@@ -80,19 +122,22 @@ def compare(name: str, chip_file: str, worst: int) -> dict[str, Any]:
         jax.block_until_ready(now)
 
     run(2)
-    taken = []
+    taken, slower = [], []
     for _ in range(ROUNDS):
-        began = time.process_time()
+        before_s, began = probe(), time.process_time()
         run(STEPS)
         taken.append((time.process_time() - began) / STEPS)
+        slower.append((before_s + probe()) / 2 / calibrated_s if calibrated_s else 1.0)
     assert report.prediction
     if worst:
         _show_worst(place, text, lambda: run(STEPS), worst)
-    measured_s, predicted_s = min(taken), report.prediction.step_time_s
+    measured_s = statistics.median(map(operator.truediv, taken, slower))
+    predicted_s = report.prediction.step_time_s
     return {
         "config": name,
         "measured_ms": round(1e3 * measured_s, 2),
-        "median_ms": round(1e3 * statistics.median(taken), 2),
+        "as_timed_ms": round(1e3 * statistics.median(taken), 2),
+        "slower": round(statistics.median(slower), 2),
         "predicted_ms": round(1e3 * predicted_s, 2),
         "error": f"{predicted_s / measured_s - 1:+.0%}",
         "ratio": round(predicted_s / measured_s, 3),
@@ -137,13 +182,23 @@ def main() -> None:
         raise SystemExit("one core must be chosen: taskset -c 0 python -m benchmarks.calibrated")
     measure.simulate(1)
     with tempfile.TemporaryDirectory() as folder:
-        chip_file = flags.chip or f"{folder}/here.yaml"
+        chip_file, probe, calibrated_s = flags.chip or f"{folder}/here.yaml", make_probe(), None
         if not flags.chip:
-            Path(chip_file).write_text(calibration.write_chip(calibration.measure_chip(jax.devices(), "here", print)))
+            probes = [probe()]
+
+            def say(part: str) -> None:
+                print(part, flush=True)
+                probes.append(probe())
+
+            found = calibration.write_chip(calibration.measure_chip(jax.devices(), "here", say))
+            Path(chip_file).write_text(found)
+            probes.append(probe())
+            calibrated_s = statistics.median(probes)
+            print(f"{found}\nprobes {[round(1e3 * one, 2) for one in probes]} ms")
         names = flags.only.split(";") if flags.only else CASES
         rows = []
         for name in names:
-            rows.append(compare(name, chip_file, flags.ops))
+            rows.append(compare(name, chip_file, flags.ops, probe, calibrated_s))
             print(rows[-1], flush=True)
     print(measure.markdown(rows, COLUMNS))
     print(f"{statistics.mean(abs(row['ratio'] - 1) for row in rows):.1%} in the mean")

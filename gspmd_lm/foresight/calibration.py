@@ -49,6 +49,7 @@ DTYPES = {"cpu": ("float32", "bfloat16"), "other": ("bfloat16", "float32", "int8
 MOVED_BYTES = {"cpu": (2**16, 2**19, 2**22, 2**25, 2**28), "other": (2**20, 2**24, 2**28, 2**31)}
 COLLECTIVE_BYTES = (2**10, 2**14, 2**18, 2**22, 2**25)
 _PROGRAM_NAMES = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}
+WORKING_SET_BYTES = 2**26
 _COUNT = 2**16  # elements of an array that a cache holds
 _CHAIN = 8  # operations of one kind, one after the other
 _LEAST_S, _RUNS = 0.04, 4
@@ -227,16 +228,6 @@ def measure_gap() -> float:
     return max(1e-8, (time_s(chain(96)) - time_s(chain(32))) / 64 / 2)
 
 
-def _iteration_s(elements: int, times: int) -> float:
-    """The seconds of an iteration of a loop that adds to an array. Compilers fuse no iteration with the next one."""
-
-    @jax.jit
-    def run(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, times, lambda _, x: x + 1, x)
-
-    return time_s(Program(run, (jnp.zeros(elements, jnp.float32),), times))
-
-
 def measure_matmuls(platform: str) -> list[MatmulRate]:
     """The rates of products of many shapes, in each dtype."""
     side = "cpu" if platform == "cpu" else "other"
@@ -260,12 +251,22 @@ def _matmul_rate(dtype: str, shape: tuple[int, int, int, int]) -> MatmulRate:
 
 
 def measure_bandwidths(platform: str, gap_s: float, memory_bytes: int) -> list[Bandwidth]:
-    """The bytes/s of operations that read and write arrays of several sizes."""
+    """The bytes/s of operations that read and write arrays of several sizes, each of its own.
+
+    A program's arrays are rarely still in the cache that is nearest, so the arrays together have WORKING_SET_BYTES.
+    """
+
+    @jax.jit
+    def run(xs: list[jax.Array]) -> list[jax.Array]:
+        return [x + 1 for x in xs]
+
     found = []
     for moved_bytes in MOVED_BYTES["cpu" if platform == "cpu" else "other"]:
         if moved_bytes > memory_bytes / 4:
             break
-        seconds = _iteration_s(moved_bytes // 8, max(4, min(256, 2**29 // moved_bytes)))
+        count = max(2, min(64, WORKING_SET_BYTES // moved_bytes))
+        xs = [jnp.zeros(moved_bytes // 8, jnp.float32) for _ in range(count)]
+        seconds = time_s(Program(run, (xs,), count))
         found.append(Bandwidth(moved_bytes, moved_bytes / max(seconds - gap_s, seconds / 8)))
     return found
 
@@ -310,7 +311,7 @@ def measure_elements(gap_s: float) -> dict[str, float]:
 def _moves(gap_s: float) -> Iterator[tuple[str, float]]:
     """Operations that move or sum elements, each with the seconds of an element."""
     side, width = 512, 128
-    x = jnp.ones((side, width, 4))
+    matrices = jnp.ones((64, width, width))
     rows = jnp.asarray(np.random.default_rng(0).integers(0, side, 4 * side), jnp.int32)
     table, many = jnp.ones((side, width)), jnp.ones((4 * side, width))
     numbers = jnp.asarray(np.random.default_rng(0).permutation(2**13), jnp.int32)
@@ -318,7 +319,7 @@ def _moves(gap_s: float) -> Iterator[tuple[str, float]]:
     programs = {
         "reduce": (lambda x: x.sum(-1), (tall,), tall.size),
         "reduce columns": (lambda x: x.sum(0), (tall,), tall.size),
-        "transpose": (lambda x: jnp.swapaxes(x, 0, 1), (x,), x.size),
+        "transpose": (lambda x: jnp.swapaxes(x, 1, 2), (matrices,), matrices.size),
         "gather": (lambda table, rows: table[rows], (table, rows), many.size),
         "scatter": (lambda table, rows, many: table.at[rows].add(many), (table, rows, many), many.size),
         "sort": (lambda x: jnp.sort(x), (numbers,), numbers.size * 13 * 14 / 2),

@@ -1,5 +1,6 @@
 """The rates that `calibrate` measured of a chip, for sizes between those that it measured."""
 
+import itertools
 import math
 from collections.abc import Collection
 
@@ -45,7 +46,7 @@ def collective_s(chip: Chip, kind: str, size_bytes: float, devices: int, process
     alike = [one for one in chip.collective_times if one.kind == kind and (one.processes > 1) == (processes > 1)]
     if not alike:
         return 0.0
-    group = min({one.devices for one in alike}, key=lambda known: abs(math.log(known / devices)))
+    group = min(sorted({one.devices for one in alike}), key=lambda known: abs(math.log(known / devices)))
     points = sorted((one.size_bytes, one.seconds) for one in alike if one.devices == group)
     seconds = _between(size_bytes, [(float(size), one_s) for size, one_s in points])
     seconds *= max(1.0, size_bytes / points[-1][0])
@@ -53,10 +54,10 @@ def collective_s(chip: Chip, kind: str, size_bytes: float, devices: int, process
 
 
 def _between(x: float, points: list[tuple[float, float]]) -> float:
-    """The value at x on the line through points in ascending order, which is level before the first and after the last."""
+    """The value at x on the line through points in ascending order. It is level before the first and after the last."""
     if x <= points[0][0]:
         return points[0][1]
-    for (low, low_value), (high, high_value) in zip(points, points[1:], strict=False):
+    for (low, low_value), (high, high_value) in itertools.pairwise(points):
         if x <= high:
             return low_value + (high_value - low_value) * (x - low) / (high - low)
     return points[-1][1]

@@ -126,7 +126,7 @@ class Network:
         return functools.cache(self._axes)
 
     def link(self, groups: Groups) -> str:
-        """The slowest kind of link in use: ici, die, dcn, nvlink, pcie, memory or network; '' without a chip or an exchange."""
+        """The slowest link in use: ici, die, dcn, nvlink, pcie, memory or network; '' without a chip or an exchange."""
         routes = self._routes(groups)
         if self.chip is None or all(route.size == 1 for route in routes):
             return ""
@@ -155,6 +155,10 @@ class Network:
             raise ValueError("simulated devices have no times")
         if seconds := self._measured_s(chip, kind, size_bytes, groups):
             return seconds
+        if chip.platform == "cpu":  # of which nothing like it was measured: the bytes alone
+            crosses = any(self.hosts[a] != self.hosts[b] for group in groups for a, b in itertools.pairwise(group))
+            sent = sent_bytes(kind, size_bytes, max(map(len, groups)))
+            return sent / (chip.network_bytes_per_s if crosses else chip.hbm_bytes_per_s)
         if kind == "collective-permute":
             return self._permute_s(chip, size_bytes, groups)
         if kind not in _RING_PASSES and kind not in _ALL_TO_ALL:

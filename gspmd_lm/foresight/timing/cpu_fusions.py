@@ -1,11 +1,10 @@
-"""What the operations of a CPU's programs take: their arithmetic, or the bytes that they move through caches."""
+"""What the operations of a CPU's programs take besides the bytes that they move."""
 
 import math
 from collections.abc import Iterator
 
 from gspmd_lm.foresight.hlo import Instruction
 from gspmd_lm.foresight.timing import gathers, gpu_fusions
-from gspmd_lm.hardware import measured
 from gspmd_lm.hardware.chips import Chip
 
 # An operation of a program -> the operation of `Chip.element_rates` that takes as long.
@@ -23,11 +22,9 @@ _ALIKE = {
 _SLOW = {"exponential", "log", "tanh", "logistic", "erf", "rsqrt", "sqrt", "divide", "power", "sine"}
 
 
-def seconds(instruction: Instruction, chip: Chip) -> float:
-    """The time of an instruction without matmuls: its arithmetic, or its bytes if they take longer."""
-    moved_bytes = instruction.moved_bytes.total()
-    moved_s = moved_bytes / measured.bytes_per_s(chip, moved_bytes)
-    return max(moved_s, sum(_work_s(one, chip) for one in _operations(instruction)))
+def arithmetic_s(instruction: Instruction, chip: Chip) -> float:
+    """The time of an instruction's operations, but for its matmuls: what they compute, sum, pick and transpose."""
+    return sum(_work_s(one, chip) for one in _operations(instruction))
 
 
 def _operations(instruction: Instruction) -> Iterator[Instruction]:

@@ -253,6 +253,8 @@ def _matmul_time(instruction: Instruction, chip: Chip, operations: float) -> OpT
     inside = (instruction, *instruction.inside)
     matmul = next(i for i in inside if i.opcode != "fusion" and i.flops)
     seconds = max(_flops_s(matmul, chip, operations), _stored_s(matmul, chip), _memory_s(instruction, chip))
+    if chip.platform == "cpu":
+        seconds += cpu_fusions.arithmetic_s(instruction, chip)
     if instruction.estimated_cycles is not None:
         estimated_s = instruction.estimated_cycles / chip.clock_hz
         peak = max(_peak(matmul, chip), chip.peak_bf16_flops_per_s)
@@ -332,6 +334,8 @@ def _multiplied_dtypes(matmul: Instruction) -> list[str]:
 
 def _memory_time(instruction: Instruction, chip: Chip) -> OpTime:
     seconds = _memory_s(instruction, chip)
+    if chip.platform == "cpu":
+        seconds = max(seconds, cpu_fusions.arithmetic_s(instruction, chip))
     if instruction.estimated_cycles is not None:  # without a matmul inside, often several times too long
         seconds = min(seconds, instruction.estimated_cycles / chip.clock_hz)
     return OpTime(seconds, "attention" if _is_attention(instruction) else "other")
@@ -362,12 +366,10 @@ def _only_scalars(instruction: Instruction) -> bool:
 
 def _memory_s(instruction: Instruction, chip: Chip) -> float:
     moved = instruction.moved_bytes
-    if chip.platform == "cpu":
-        return cpu_fusions.seconds(instruction, chip)
     if chip.bandwidths:
         seconds = moved.total() / measured.bytes_per_s(chip, moved.total())
-        return gpu_fusions.seconds(instruction, chip, seconds) if chip.gpu else seconds
-    seconds = (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
+    else:
+        seconds = (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
     return gpu_fusions.seconds(instruction, chip, seconds) if chip.gpu else seconds
 
 
