@@ -99,12 +99,12 @@ def ours(cfg: config.Config, rules: Rules) -> Ours:
 
 def explained(
     built: step.Step | GenerationPrograms, traced: Any, cfg: config.Config, rules: Rules, arrays: Arrays,
-    problems: Sequence[Problem], phase: str = "train",
+    problems: Sequence[Problem], phase: str = "train", chip_file: str = "",
 ) -> tuple[Any, Report, str]:  # fmt: skip
     """A program of one device, compiled for it as a run does; what `explain` says of it; and its text."""
     (device,) = built.mesh.devices.flat
     also = built.program_kinds
-    lowered, here = traced.lower(), target.from_devices([device])
+    lowered, here = traced.lower(), target.from_devices([device], chip_file)
     compiled, reading = built.compile(lowered, also=also), any_step.read(traced, lowered, built.mesh)
     program = compile.describe_compiled(built, compiled, reading, built.options(*also), here, 0.0)
     return compiled, explain.report(cfg, rules, here, arrays, problems, program, phase), program.text

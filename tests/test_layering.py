@@ -55,6 +55,7 @@ IN_FORESIGHT = {
     "hlo": "equations source_lines",
     "known_errors": "",
     "memory": "hlo source_lines",
+    "calibration": "",
     "collectives": "graph hlo source_lines",
     "propagation": "equations source_lines",
     "bounds": "graph propagation",

@@ -16,6 +16,7 @@ from typing import NoReturn
 from absl import flags
 
 from gspmd_lm import versions
+from gspmd_lm.cli.calibrate import CALIBRATE
 from gspmd_lm.cli.completion import COMPLETION
 from gspmd_lm.cli.convert import CONVERT
 from gspmd_lm.cli.eval import EVAL
@@ -35,7 +36,7 @@ from gspmd_lm.runtime import endings
 
 _VERBS = (
     *(TRAIN, TOKENIZE, LAUNCH, LOGS, EVAL, GENERATE, CONVERT),
-    *(EXPLAIN, COMPARE, PLAN, EXPLORE, PLOT, KEYS, COMPLETION),
+    *(EXPLAIN, COMPARE, PLAN, CALIBRATE, EXPLORE, PLOT, KEYS, COMPLETION),
 )
 VERBS = {verb.name: verb for verb in _VERBS}
 

@@ -132,12 +132,7 @@ def on_devices(flags: Flags) -> None:
     flags.text(
         "workdir", None, "The folder of the run, which may be remote (gs://). The default is a new folder in runs/."
     )
-    flags.group(MACHINE)
-    flags.text("platform", None, "The platform: cpu, gpu or tpu. By default it is the one that this machine has.")
-    flags.whole("devices", 8, "How many devices to simulate on a CPU if the mesh has a size of -1.", 1)
-    flags.text("coordinator", None, "HOST:PORT of the first of several processes, if jax does not find it by itself.")
-    flags.whole("num_processes", None, "How many processes the run has.")
-    flags.whole("process_id", None, "The number of this process, counted from 0.")
+    on_machine(flags)
     flags.text(
         "compile_cache",
         None,
@@ -150,3 +145,13 @@ def on_devices(flags: Flags) -> None:
         "The step of the checkpoint to begin from. The default is the newest checkpoint that is "
         "not in doubt; --step also accepts one in doubt.",
     )
+
+
+def on_machine(flags: Flags) -> None:
+    """Defines the devices and the processes of a verb that computes here."""
+    flags.group(MACHINE)
+    flags.text("platform", None, "The platform: cpu, gpu or tpu. By default it is the one that this machine has.")
+    flags.whole("devices", 8, "How many devices to simulate on a CPU if the mesh has a size of -1.", 1)
+    flags.text("coordinator", None, "HOST:PORT of the first of several processes, if jax does not find it by itself.")
+    flags.whole("num_processes", None, "How many processes the run has.")
+    flags.whole("process_id", None, "The number of this process, counted from 0.")

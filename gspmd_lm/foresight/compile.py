@@ -302,8 +302,8 @@ def _compile(request: CompileRequest, folder: Path) -> None:
             raise any_step.no_partitioner(traced, request.name) from error
         if "ptxas too old" in str(error):
             raise InputError(
-                f"--target={target.text}: the ptxas that is installed does not know the GPU, as ptxas of CUDA 13 does not "
-                "know Volta\n  fix   put a ptxas that knows it first in PATH: of CUDA 12 for a V100"
+                f"--target={target.text}: the ptxas that is installed does not know the GPU, as that of CUDA 13 does "
+                "not know Volta\n  fix   put a ptxas that knows it first in PATH: of CUDA 12 for a V100"
             ) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -261,7 +261,8 @@ def _read(
 
     flops, needed: of one device, as in `predict.predict`. tokens: of all devices; None: not known.
     """
-    network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
+    hosts = target.simulated_hosts if target.platform == "cpu" else program.hosts
+    network = Network(target.chip, program.coords, program.slices, hosts, rules.mesh)
     limit_bytes = target.chip and target.chip.usable_hbm_bytes
     if program.refusal:
         refused = memory.refused_memory(program.refusal, program.state_bytes, limit_bytes)

@@ -27,6 +27,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from gspmd_lm.hardware import measured
 from gspmd_lm.hardware.chips import Chip
 
 Groups = tuple[tuple[int, ...], ...]
@@ -125,11 +126,13 @@ class Network:
         return functools.cache(self._axes)
 
     def link(self, groups: Groups) -> str:
-        """The slowest kind of link in use: ici, die, dcn, nvlink, pcie or network; '' without a chip or an exchange."""
+        """The slowest link in use: ici, die, dcn, nvlink, pcie, memory or network; '' without a chip or an exchange."""
         routes = self._routes(groups)
         if self.chip is None or all(route.size == 1 for route in routes):
             return ""
         crosses = any(route.outer > 1 for route in routes)
+        if self.chip.platform == "cpu":
+            return "network" if crosses else "memory"
         if self.chip.platform == "gpu":
             return "network" if crosses else "pcie" if any(route.islands > 1 for route in routes) else "nvlink"
         if crosses:
@@ -150,6 +153,12 @@ class Network:
         chip = self.chip
         if chip is None:
             raise ValueError("simulated devices have no times")
+        if seconds := self._measured_s(chip, kind, size_bytes, groups):
+            return seconds
+        if chip.platform == "cpu":  # of which nothing like it was measured: the bytes alone
+            crosses = any(self.hosts[a] != self.hosts[b] for group in groups for a, b in itertools.pairwise(group))
+            sent = sent_bytes(kind, size_bytes, max(map(len, groups)))
+            return sent / (chip.network_bytes_per_s if crosses else chip.hbm_bytes_per_s)
         if kind == "collective-permute":
             return self._permute_s(chip, size_bytes, groups)
         if kind not in _RING_PASSES and kind not in _ALL_TO_ALL:
@@ -162,6 +171,17 @@ class Network:
         else:
             times = (_RING_PASSES[kind] * self._gather_s(chip, size_bytes, route) for route in routes)
         return max(times, default=0.0)
+
+    def _measured_s(self, chip: Chip, kind: str, size_bytes: float, groups: Groups) -> float:
+        """The seconds of a collective of its slowest group, as measured of the chip; 0 if nothing alike was."""
+        if not chip.collective_times:
+            return 0.0
+        routes = [route for route in self._routes(groups) if route.size > 1]
+        kind = "all-to-all" if kind in _ALL_TO_ALL else "all-gather" if kind == "collective-broadcast" else kind
+        sizes = [(route.size, route.outer) for route in routes]
+        if kind == "collective-permute":
+            sizes = [(2, 2 if any(self.hosts[source] != self.hosts[end] for source, end in groups) else 1)]
+        return max((measured.collective_s(chip, kind, size_bytes, *size) for size in sizes), default=0.0)
 
     def _gather_s(self, chip: Chip, whole_bytes: float, route: Route) -> float:
         """The seconds of one pass of a TPU collective in which a device needs, or gives, all but its own share."""
@@ -280,6 +300,8 @@ class Network:
     def _route(self, group: Sequence[int]) -> Route:
         if self.chip is None:
             return Route(len(group), 1)
+        if self.chip.platform == "cpu":
+            return Route(len(group), len({self.hosts[k] for k in group}))
         if self.chip.platform == "gpu":
             outer = len({self._outsides[k] for k in group})
             return Route(len(group), outer, islands=len({self._islands[k] for k in group}) // outer)

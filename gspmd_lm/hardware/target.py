@@ -76,6 +76,11 @@ class Target:
         return given.get(self.chip.name, Price(self.chip.usd_per_hour))
 
     @property
+    def simulated_hosts(self) -> tuple[int, ...]:
+        """The host of each device of a CPU target, whose compile-only devices are all of this process."""
+        return tuple(k // self.topology[-1] for k in range(self.devices))
+
+    @property
     def processor(self) -> Processor:
         """What decides which kernels the target can run."""
         gpu = self.chip and self.chip.gpu
@@ -234,7 +239,7 @@ def _topology_of_cloud_name(place: str, name: str, number: str) -> str:
 def _without_torus(place: str, text: str, name: str, chip: Chip | None, dimensions: tuple[int, ...]) -> Target:
     """The CPU or GPU target of a number of devices, or of hosts x devices."""
     if chip is None or chip.platform == "cpu":
-        if len(dimensions) > 1:
+        if len(dimensions) > (2 if chip else 1):
             raise InputError(f"{place}: devices of a CPU have no topology\n  fix   {name}:{math.prod(dimensions)}")
         return Target(text, "cpu", chip, dimensions)
     most = chip.gpus_per_host
@@ -325,7 +330,10 @@ def from_devices(devices: Sequence[Any], chip_file: str = "") -> Target:
     if chip and platform == "gpu" and (limit_bytes := _limit_bytes(devices)):
         chip = dataclasses.replace(chip, usable_hbm_bytes=limit_bytes)
     if chip is None or chip.platform == "cpu":
-        return Target(f"{chip_file or first.platform}:{count}", first.platform, chip, (count,))
+        hosts = len({device.process_index for device in devices}) if chip else 1
+        topology = (hosts, count // hosts) if hosts > 1 else (count,)
+        size = "x".join(map(str, topology))
+        return Target(f"{chip_file or first.platform}:{size}", first.platform, chip, topology)
     name = chip_file or chip.name
     if chip.platform == "gpu":
         hosts = len({device.process_index for device in devices})

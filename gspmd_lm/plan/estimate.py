@@ -33,13 +33,13 @@ from gspmd_lm.sharding.shapes import pairs
 #
 # How often the bytes of activations that are saved for the backward pass go through memory. On GPUs the stack is filled
 # with zeros first, and its slices are copied, in the backward pass too.
-SAVED_PASSES = {"tpu": 2.0, "gpu": 4.7}
+SAVED_PASSES = {"tpu": 2.0, "gpu": 4.7, "cpu": 4.7}
 # The same of what stages of a pipeline save: the stack of a turn goes into one of all turns. And of the gradients of a
 # stage, which each turn adds to those of the turns before.
-SAVED_PASSES_OF_TURNS = {"tpu": 2.0, "gpu": 9.0}
-SUM_PASSES = {"tpu": 3.0, "gpu": 6.0}
+SAVED_PASSES_OF_TURNS = {"tpu": 2.0, "gpu": 9.0, "cpu": 9.0}
+SUM_PASSES = {"tpu": 3.0, "gpu": 6.0, "cpu": 6.0}
 # Kernels of a loop's iteration that handle scalars and scales.
-SMALL_KERNELS = {"tpu": 0, "gpu": 44}
+SMALL_KERNELS = {"tpu": 0, "gpu": 44, "cpu": 44}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,10 +24,10 @@ from gspmd_lm.sharding.rules import Rules
 #
 # The share of a loop's compute behind which communication hides: of weights in the forward and in the backward pass, of
 # gradients, and of activations in both.
-HIDDEN_SHARE = {"tpu": (0.7, 0.7, 0.7, 1.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
+HIDDEN_SHARE = {"tpu": (0.7, 0.7, 0.7, 1.0), "gpu": (0.7, 0.1, 0.7, 0.2), "cpu": (0.0, 0.0, 0.0, 0.0)}
 # The share that is exposed however long compute takes, of weights in the forward and in the backward pass, and of
 # gradients. On GPUs the first weights of an iteration are gathered together, and its matmuls wait for them.
-LEAST_EXPOSED = {"tpu": (0.3, 0.3, 0.3), "gpu": (0.5, 0.6, 0.1)}
+LEAST_EXPOSED = {"tpu": (0.3, 0.3, 0.3), "gpu": (0.5, 0.6, 0.1), "cpu": (1.0, 1.0, 1.0)}
 # The same on GPUs of gradients that are also added up between hosts which hold the same weights: those of a layer are
 # sent together, late in its iteration.
 REPLICAS_EXPOSED = 0.55
@@ -40,10 +40,10 @@ ACTIVATIONS_EXPOSED = {2: (0.6, 0.8, 0.8), 3: (0.7, 0.6, 0.6), 0: (0.3, 0.45, 0.
 # The share that is exposed of weights that are gathered across slices, beside which libtpu runs little.
 SLICES_EXPOSED = 0.8
 # The share that is exposed of what is sent outside of loops.
-OUTSIDE_EXPOSED = {"tpu": 1.0, "gpu": 0.8}
+OUTSIDE_EXPOSED = {"tpu": 1.0, "gpu": 0.8, "cpu": 1.0}
 # The share of the compute of loops, forward and backward, behind which copies to and from the host hide. libtpu begins
 # the copies of one iteration with the next, and waits for them before it computes the first of their arrays anew.
-HOST_HIDDEN_SHARE = {"tpu": (0.5, 0.8), "gpu": (0.8, 0.8)}
+HOST_HIDDEN_SHARE = {"tpu": (0.5, 0.8), "gpu": (0.8, 0.8), "cpu": (0.0, 0.0)}
 # How many copies XLA's scheduler for GPUs has under way at most.
 COPIES_UNDER_WAY = 2
 _HOST_OF_TPU = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
@@ -54,7 +54,7 @@ class Overlap:
 
     def __init__(self, target: Target):
         self.target = target
-        self.devices = _devices(target) if target.chip else []
+        self.devices = _devices(target) if target.chip and target.platform != "cpu" else []
         self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
 
     def exposed_seconds(
@@ -170,15 +170,20 @@ class Overlap:
         Devices without links of their own, such as simulated ones, stand in one host.
         """
         if not self.devices:
-            numbers, zeros = tuple(range(rules.devices)), (0,) * rules.devices
-            return {"ids": numbers, "coords": tuple((n,) for n in numbers), "slices": zeros, "hosts": zeros}
+            return {"ids": tuple(range(rules.devices)), **self._simulated_locations(rules.devices)}
         return targets.numbered_locations(meshes.build(rules, self.devices))
+
+    def _simulated_locations(self, count: int) -> dict[str, Any]:
+        """Where devices of a CPU are, in the order of any mesh."""
+        hosts = self.target.simulated_hosts if self.target.platform == "cpu" else (0,) * count
+        return {"coords": tuple((n,) for n in range(count)), "slices": (0,) * count, "hosts": hosts}
 
     def network(self, rules: Rules) -> tuple[Network, dict[str, Groups]]:
         """The links of a mesh, and the groups of devices that differ in some of its axes only."""
         key = tuple(rules.mesh.items()), tuple(rules.dcn.items())
         if key not in self._networks:
-            locations = targets.device_locations(meshes.build(rules, self.devices))
+            built = targets.device_locations(meshes.build(rules, self.devices)) if self.devices else None
+            locations = built or self._simulated_locations(rules.devices)
             self._networks[key] = Network(self.target.chip, **locations, mesh=rules.mesh), _Groups(rules)
         return self._networks[key]
 

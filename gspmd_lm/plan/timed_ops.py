@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from gspmd_lm.foresight.graph import AttentionOp
 from gspmd_lm.foresight.timing import attention, gathers, op_time
+from gspmd_lm.hardware import measured
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped, grouped_gpu
 from gspmd_lm.model.kernels.attention import splash_block
@@ -20,9 +21,9 @@ from gspmd_lm.units import bits
 #
 # TPU programs fuse most elementwise operations into matmuls, some into several: how often their bytes go through memory
 # on their own, and within matmuls. Arrays of up to ON_CHIP_BYTES may stay on the chip: the share that does not.
-ELEMENTWISE_PASSES = {"tpu": 0.7, "gpu": 1.0}
-FUSED_PASSES = {"tpu": 0.8, "gpu": 0.0}
-ON_CHIP_BYTES, OFF_CHIP_SHARE = 2**25, {"tpu": 0.6, "gpu": 1.0}
+ELEMENTWISE_PASSES = {"tpu": 0.7, "gpu": 1.0, "cpu": 1.0}
+FUSED_PASSES = {"tpu": 0.8, "gpu": 0.0, "cpu": 0.0}
+ON_CHIP_BYTES, OFF_CHIP_SHARE = 2**25, {"tpu": 0.6, "gpu": 1.0, "cpu": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class TimedOp:
 
 def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: bool) -> Iterator[TimedOp]:
     """The ops of a part. rounds_to_bf16: matmuls of float32 have operands that are rounded to bfloat16."""
-    launch_s = op_time.LAUNCH_S[chip.platform]
+    launch_s = op_time.kernel_gap_s(chip)
     for op in op_graph.ops:
         # Kernels of experts skip what of a buffer is empty, as half of it is where loads are even.
         of_device = (lambda size, nodes: size / shards.count(nodes)) if op.is_grouped else shards.held_bytes
@@ -85,16 +86,18 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
             of_matrix = "bf16" if bits(dtype) == 8 else dtype  # see moe_dispatch.py
             multiplied = [_multiplied_dtypes(chip, dtype, rows / experts)] * 2 + [(of_matrix, of_matrix)]
             widened_bytes = 3 * w if multiplied[0][1] != dtype else 0.0  # of each, one is read and two are written
-        passes = zip((y, x, w), kernels, multiplied, (widened_bytes, widened_bytes, 0.0), strict=True)
+        rows, inner, columns = (math.sqrt(one) for one in (x * y / w, x * w / y, w * y / x))
+        sides = (rows, inner, columns), (rows, columns, inner), (inner, rows, columns)
+        passes = zip((y, x, w), kernels, multiplied, (widened_bytes, widened_bytes, 0.0), sides, strict=True)
         forward_s, *backward_s = (
             launch_s
             + before_bytes / op_time.hbm_bytes_per_s(chip)
             + max(
                 memory_s,
                 kernel_bytes / op_time.hbm_bytes_per_s(chip),
-                flops / (used * _tile_share(chip, elements, flops, op) * _flops_per_s(chip, op, dtypes)),
+                flops / (used * _tile_share(chip, elements, flops, op) * _flops_per_s(chip, op, dtypes, sides)),
             )
-            for elements, (used, kernel_bytes), dtypes, before_bytes in [*passes][: 1 + round(op.backward)]
+            for elements, (used, kernel_bytes), dtypes, before_bytes, sides in [*passes][: 1 + round(op.backward)]
         )
         yield TimedOp(op.kind, forward_s, sum(backward_s), op.trip_count, op)
     for node, move in op_graph.move_ops.items():
@@ -116,15 +119,17 @@ def _multiplied_dtypes(chip: Chip, dtype: str, rows: float) -> tuple[str, str]:
     return "bf16", "bf16" if grouped_gpu.widens(jnp.dtype(jnp.float8_e4m3fn), chip.kinds[0], rows) else dtype
 
 
-def _flops_per_s(chip: Chip, op: Op, dtypes: tuple[str, str]) -> float:
-    """The FLOPs/s of a matmul that fills its tiles."""
+def _flops_per_s(chip: Chip, op: Op, dtypes: tuple[str, str], sides: tuple[float, float, float]) -> float:
+    """The FLOPs/s of a matmul that fills its tiles. sides: its rows, contracted numbers and columns."""
+    if rate := measured.matmul_flops_per_s(chip, dtypes, 1.0, *sides):
+        return rate
     share = op_time.matmul_share(chip, op.is_grouped, dtypes) / chip.matmul_slowdown
     return share * min(map(chip.matmul_flops_per_s, dtypes))
 
 
 def _tile_share(chip: Chip, elements: float, flops: float, op: Op) -> float:
     """The share of a GPU that a matmul uses, by the number of elements of its result; of grouped ones, see `speed`."""
-    if op.is_grouped or not chip.gpu:
+    if op.is_grouped or not chip.gpu or chip.matmul_rates:
         return 1.0
     depth_bytes = flops / (2 * elements) * op.itemsizes[0]
     return op_time.tile_share(elements, depth_bytes, chip.gpu.core_count)

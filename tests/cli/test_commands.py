@@ -157,7 +157,7 @@ def _small(verb, dry, argument):
     if name == "config" and value in SHIPPED and not dry:
         value = CONFIGS.get(value, "small.yaml")
     elif name == "target":
-        value = "cpu:8" if verb != "plan" else "v5e:1x1,h100:1" if "," in value else "v5e:1x1"
+        value = value if value.startswith("my:") else "cpu:8" if verb != "plan" else "v5e:1x1,h100:1" if "," in value else "v5e:1x1"
     elif name in ("steps", "train.steps"):
         value = str(max(1, int(value) // 100))  # so that a later command of the page goes on
     value = VALUES.get(f"{name}={value}", VALUES.get(name, value))

@@ -76,7 +76,12 @@ def test_what_a_file_does_not_state_is_that_of_the_chip_it_is_like(own):
         ("24 GiB", "1.2.3 GiB", "hbm_bytes: '1.2.3 GiB' is not a number", "GiB"),
         ("[My GPU]", "My GPU", "kinds: 'My GPU' is not a list of texts", "kinds: [NVIDIA L4]"),
         ("platform: gpu", "platform: npu", "platform: npu: no such platform", "platform: cpu, gpu or tpu"),
-        ("platform: gpu", "platform: tpu", "torus_dimensions is missing, which a chip of platform tpu has", "torus_dimensions: [2, "),
+        (
+            "platform: gpu",
+            "platform: tpu",
+            "torus_dimensions is missing, which a chip of platform tpu has",
+            "torus_dimensions: [2, ",
+        ),
         ("[[8, 6], sheet]", "[8, sheet]", "gpu.compute_capability: 8 are not 2 whole numbers", "[[9, 0]"),
         ("core_count: [80, sheet]", "cores: [80, sheet]", "gpu.cores: no such figure", "core_count"),
         ("core_count: [80, sheet]", "cores: [80, sheet]", "gpu.core_count is missing", "core_count: [2, data sheet]"),

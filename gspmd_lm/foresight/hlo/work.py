@@ -82,6 +82,25 @@ def _dot(instruction: Instruction, contracted: Iterable[str]) -> float:
     return 2.0 * instruction.shape.arrays[0].elements * math.prod(left[int(d)] for d in contracted)
 
 
+def dot_sides(instruction: Instruction) -> tuple[float, float, float, float]:
+    """The sides of a matmul that is no fusion: how many matrices, and rows, contracted numbers and columns of each.
+
+    A convolution is one product of all outputs of a feature and of all features.
+    """
+    left, right = (operand.shape.arrays[0] for operand in instruction.operands[:2])
+    result = instruction.shape.arrays[0].elements
+    contracted = instruction.flops / (2 * result)
+    if instruction.opcode == "convolution":
+        columns = max(right.dimensions)
+        return 1.0, result / columns, contracted, columns
+    dimensions = instruction.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
+    batches = dimensions.get("lhs_batch_dimensions", ()) or re.findall(
+        r"\d+", instruction.attributes.get("lhs_batch_dims", "")
+    )
+    batch = math.prod(left.dimensions[int(d)] for d in batches)
+    return batch, left.elements / batch / contracted, contracted, right.elements / batch / contracted
+
+
 def _convolution(instruction: Instruction) -> float:
     """The multiply-adds of a convolution: pairs of an output and a kernel position that meet an input.
 

@@ -8,7 +8,9 @@ import re
 from collections.abc import Collection, Iterator
 
 from gspmd_lm.foresight.hlo import Array, Instruction
-from gspmd_lm.foresight.timing import attention, gathers, gpu_fusions
+from gspmd_lm.foresight.hlo.work import dot_sides
+from gspmd_lm.foresight.timing import attention, cpu_fusions, gathers, gpu_fusions
+from gspmd_lm.hardware import measured
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped, grouped_gpu
 from gspmd_lm.units import bits
@@ -18,10 +20,10 @@ from gspmd_lm.units import bits
 #
 # The share of HBM bandwidth that operations reach, where `Chip.hbm_share` says no other. TPU: fitted to v6e steps. GPU:
 # long operations of train steps moved 2.9 to 3.1 of 3.35 TB/s on one H100.
-HBM_SHARE = {"tpu": 0.86, "gpu": 0.90}
+HBM_SHARE = {"tpu": 0.86, "gpu": 0.90, "cpu": 1.0}
 # The share of the peak that matmuls without an estimate of the compiler reach. GPU: the matmuls of train steps on one
 # H100 or H200, without what GPU_TILES and GPU_TILE_BYTES take of it there (benchmarks/results/on_device.json).
-MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.755}
+MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.755, "cpu": 1.0}
 # The share that Triton's grouped matmuls reach (model/kernels/grouped_gpu.py), in two mixtures of those.
 GROUPED_SHARE = 0.64
 # The share of the peak of int8 that they reach: 16 kernels of one of those mixtures took 78.5 ms in int8.
@@ -44,7 +46,8 @@ WIDE_STORE_SLOWDOWN = 1.9
 # says. libtpu 0.0.42.1 estimates 64.6 M cycles on tpu7x for a product of E4M3 that takes 2.5 M in bfloat16, 26 times.
 MISJUDGED = 8
 # What a kernel of a GPU takes besides its bytes: 1.7 us for the shortest, and 0.7 us to the next one in the mean.
-LAUNCH_S = {"tpu": 0.0, "gpu": 2.4e-6}
+# Of a CPU, it is what `calibrate` measured on a server: an operation of a compiled program is a call in a list.
+LAUNCH_S = {"tpu": 0.0, "gpu": 2.4e-6, "cpu": 0.5e-6}
 # A GPU is idle for so long where the host reads whether a loop goes on, because the compiler does not know its trip
 # count. Steps of BERT and Whisper on one H100 had 144, 384 and 576 such readings, for loops over documents. They took
 # longer than their kernels by 50, 38 and 64 us for each. Steps without any took 0.3% longer, which is 5 us of that.
@@ -151,7 +154,7 @@ def op_time(instruction: Instruction, chip: Chip) -> OpTime:
             least_s = gathers.least_s(instruction, chip, hbm_bytes_per_s(chip))
             time, known = dataclasses.replace(time, seconds=max(time.seconds, least_s)), known or least_s > 0
         unknown = unknown or ("" if kernel_times or known else instruction.opcode)
-    launch_s = LAUNCH_S[chip.platform] if time is not NO_TIME else 0.0
+    launch_s = kernel_gap_s(chip) if time is not NO_TIME else 0.0
     return dataclasses.replace(time, seconds=time.seconds + launch_s, unknown=unknown)
 
 
@@ -250,6 +253,8 @@ def _matmul_time(instruction: Instruction, chip: Chip, operations: float) -> OpT
     inside = (instruction, *instruction.inside)
     matmul = next(i for i in inside if i.opcode != "fusion" and i.flops)
     seconds = max(_flops_s(matmul, chip, operations), _stored_s(matmul, chip), _memory_s(instruction, chip))
+    if chip.platform == "cpu":
+        seconds += cpu_fusions.arithmetic_s(instruction, chip)
     if instruction.estimated_cycles is not None:
         estimated_s = instruction.estimated_cycles / chip.clock_hz
         peak = max(_peak(matmul, chip), chip.peak_bf16_flops_per_s)
@@ -280,6 +285,8 @@ def matmul_share(chip: Chip, grouped: bool, dtypes: Collection[str]) -> float:
 
 def _flops_s(matmul: Instruction, chip: Chip, operations: float) -> float:
     dtypes = _multiplied_dtypes(matmul)
+    if matmul.flops and (rate := measured.matmul_flops_per_s(chip, dtypes, *dot_sides(matmul))):
+        return operations / rate
     share = matmul_share(chip, not matmul.flops, dtypes) / _slowdown(matmul, chip)
     if chip.gpu and matmul.flops:
         elements = matmul.shape.arrays[0].elements
@@ -327,6 +334,8 @@ def _multiplied_dtypes(matmul: Instruction) -> list[str]:
 
 def _memory_time(instruction: Instruction, chip: Chip) -> OpTime:
     seconds = _memory_s(instruction, chip)
+    if chip.platform == "cpu":
+        seconds = max(seconds, cpu_fusions.arithmetic_s(instruction, chip))
     if instruction.estimated_cycles is not None:  # without a matmul inside, often several times too long
         seconds = min(seconds, instruction.estimated_cycles / chip.clock_hz)
     return OpTime(seconds, "attention" if _is_attention(instruction) else "other")
@@ -357,8 +366,16 @@ def _only_scalars(instruction: Instruction) -> bool:
 
 def _memory_s(instruction: Instruction, chip: Chip) -> float:
     moved = instruction.moved_bytes
-    seconds = (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
+    if chip.bandwidths:
+        seconds = moved.total() / measured.bytes_per_s(chip, moved.total())
+    else:
+        seconds = (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
     return gpu_fusions.seconds(instruction, chip, seconds) if chip.gpu else seconds
+
+
+def kernel_gap_s(chip: Chip) -> float:
+    """The time that an operation takes besides its work."""
+    return chip.kernel_gap_s or LAUNCH_S[chip.platform]
 
 
 def hbm_bytes_per_s(chip: Chip) -> float:

@@ -97,6 +97,7 @@ def predict(
 
 _BASIS = {
     "tpu": "the TPU compiler's cycles for matmuls; memory traffic for the rest; links first come, first served",
+    "cpu": "matmuls at rates that were measured; memory traffic or arithmetic for the rest; collectives as measured",
     "gpu": "matmuls at a share of peak; memory traffic and launches for the rest; links first come, first served",
 }
 

@@ -190,7 +190,7 @@ class Simulation:
             return self._transfer(seconds, [direction], HOST, direction, instruction, HOST)
         seconds = moved_bytes / op_time.hbm_bytes_per_s(self.chip)
         if self.chip.gpu:  # no copy beside compute: XLA puts it among the kernels, and it reads and writes
-            self._compute(2 * seconds + op_time.LAUNCH_S["gpu"], "other", instruction)
+            self._compute(2 * seconds + op_time.kernel_gap_s(self.chip), "other", instruction)
             return None
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 

@@ -58,6 +58,34 @@ class Cycles:
     row: int  # per 512 rows, the first and last step of a row of blocks: clearing and storing its sums
 
 
+class MatmulRate(NamedTuple):
+    """The rate of a product of `batch` matrices of rows x contracted and of contracted x columns."""
+
+    dtype: str  # of the factors, as programs write it: f32
+    batch: int
+    rows: int
+    contracted: int
+    columns: int
+    flops_per_s: float
+
+
+class Bandwidth(NamedTuple):
+    """The bytes/s of an operation that reads and writes so many bytes in all, which caches may hold."""
+
+    moved_bytes: int
+    bytes_per_s: float
+
+
+class CollectiveTime(NamedTuple):
+    """The time of a collective in groups of so many devices, which so many processes hold."""
+
+    kind: str  # all-reduce
+    devices: int
+    processes: int
+    size_bytes: int  # as of `network.sent_bytes`
+    seconds: float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """One generation of chips. Bandwidths are bytes/s in one direction; 0 means that a chip has no such link."""
@@ -99,6 +127,13 @@ class Chip:
     # there of attention too).
     matmul_slowdown: float = 1.0
     offloading_slowdown: float = 1.0  # the same for programs that copy to the host and back, times matmul_slowdown
+    # What `calibrate` measures of devices at hand; empty: rules of the platform say it.
+    kernel_gap_s: float = 0  # an operation's time besides its work; 0: as on other chips of the platform
+    matmul_rates: tuple[MatmulRate, ...] = ()
+    bandwidths: tuple[Bandwidth, ...] = ()  # in the order of their bytes
+    collective_times: tuple[CollectiveTime, ...] = ()
+    # An operation of a CPU's programs -> the elements that it computes in a second.
+    element_rates: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     # Size of a head -> cycles of splash attention, forward and fused backward.
     splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict, hash=False)
 

@@ -132,6 +132,11 @@ def _read_field(hint: Any, name: str, stated: Any, where: str, problems: list[st
     value = stated[0]
     if name == "splash":
         return _read_splash(value)
+    if name == "element_rates":
+        return _read_rates(value)
+    row = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+    if row and hasattr(row, "_fields"):
+        return _read_rows(row, value)
     if typing.get_origin(hint) is tuple:
         count = len(typing.get_args(hint))
         if not isinstance(value, list) or len(value) != count or not all(type(one) is int for one in value):
@@ -174,6 +179,24 @@ def _read_splash(value: Any) -> Mapping[int, tuple[Cycles, Cycles]]:
     except (AttributeError, KeyError, TypeError, ValueError):
         form = "{visited: [502, 1144, 5040], step: 277, row: 702}"
         raise _Problem(f"not cycles of kernels\n  fix   128: {{forward: {form}, backward: {form}}}") from None
+
+
+def _read_rows(kind: Any, value: Any) -> tuple[Any, ...]:
+    """Rows of a table that was measured. Their numbers are in the units of the columns' names."""
+    columns, hints = kind._fields, typing.get_type_hints(kind)
+    for row in value if isinstance(value, list) else [value]:
+        right = isinstance(row, list) and len(row) == len(columns)
+        numbers = [one for one, name in zip(row, columns, strict=True) if hints[name] is not str] if right else []
+        if not right or not all(isinstance(one, int | float) and one > 0 for one in numbers):
+            raise _Problem(f"{row!r} is not a row of {', '.join(columns)}\n  fix   calibrate writes such rows")
+    return tuple(kind(*row) for row in value)
+
+
+def _read_rates(value: Any) -> Mapping[str, float]:
+    """Operation -> elements/s."""
+    if not isinstance(value, dict) or not all(isinstance(one, int | float) and one > 0 for one in value.values()):
+        raise _Problem("not operations and the elements that each computes in a second\n  fix   {add: 1.0e9, ...}")
+    return {name: float(rate) for name, rate in value.items()}
 
 
 def _example(name: str, hint: Any) -> str:

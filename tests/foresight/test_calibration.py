@@ -1,0 +1,91 @@
+"""Calibration: what it writes is read again, and steps of this machine are predicted with it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspmd_lm.errors import InputError
+from gspmd_lm.foresight import calibration, hlo
+from gspmd_lm.foresight.timing import cpu_fusions, op_time
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import Bandwidth, MatmulRate, reading
+from tests.foresight import calibrated_here
+
+
+@pytest.fixture(scope="module")
+def chip(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chips")
+    with pytest.MonkeyPatch.context() as patch:
+        calibrated_here.shorten(patch)
+        fields = calibration.measure_chip(jax.devices()[:4], "here")
+    path = folder / "here.yaml"
+    path.write_text(calibration.write_chip(fields))
+    return fields, path
+
+
+def test_what_is_written_is_read_again(chip):
+    fields, path = chip
+    found = reading.read_chip(path)
+    assert (found.name, found.platform, found.kinds) == ("here", "cpu", ("cpu",))
+    rates = [pytest.approx(one.flops_per_s, rel=1e-3) for one in fields["matmul_rates"][0]]
+    assert [one.flops_per_s for one in found.matmul_rates] == rates
+    assert [one.moved_bytes for one in found.bandwidths] == [*calibrated_here.MOVED]
+    kinds = {one.kind for one in found.collective_times}
+    assert kinds == {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
+    assert {one.devices for one in found.collective_times} == {2, 4}
+    assert found.peak_f32_flops_per_s == pytest.approx(max(one.flops_per_s for one in found.matmul_rates), rel=1e-3)
+    assert "calibrated on 20" in found.note and f"jax {jax.__version__}" in found.note
+    assert 1e-8 <= found.kernel_gap_s < 1e-2 and {"add", "exponential", "scatter"} <= found.element_rates.keys()
+
+
+def compiled(function, *arguments):
+    return hlo.parse(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def test_a_matmul_takes_its_flops_over_the_rate_that_was_measured(chip):
+    found = dataclasses.replace(
+        reading.read_chip(chip[1]),
+        matmul_rates=(MatmulRate("f32", 1, 512, 256, 128, 1e9),),
+        bandwidths=(Bandwidth(1, 1e15),),
+        kernel_gap_s=1e-6,
+    )
+    module = compiled(jnp.dot, jnp.ones((512, 256)), jnp.ones((256, 128)))
+    times = [op_time.op_time(one, found) for one in module.operations if one.flops]
+    assert [one.kind for one in times] == ["matmul"]
+    assert times[0].seconds == pytest.approx(2 * 512 * 256 * 128 / 1e9 + 1e-6)
+
+
+def test_other_operations_take_their_arithmetic_or_their_bytes(chip):
+    rates = {"add": 1e9, "exponential": 1e8, "transpose": 1e7, "reduce": 5e8, "reduce columns": 1e8, "gather": 1e8}
+    found = dataclasses.replace(reading.read_chip(chip[1]), element_rates=rates, bandwidths=(Bandwidth(1, 1e15),))
+    x = jnp.ones((256, 128))
+
+    def seconds(function, *arguments):
+        return sum(cpu_fusions.seconds(one, found) for one in compiled(function, *arguments).operations)
+
+    assert seconds(lambda x: jnp.exp(x) + 1, x) == pytest.approx(x.size * (1 / 1e8 + 1 / 1e9), rel=0.01)
+    assert seconds(lambda x: x.T + 1, x) == pytest.approx(x.size * (1 / 1e7 + 1 / 1e9), rel=0.01)
+    assert seconds(lambda x: x.sum(1), x) == pytest.approx(x.size / 5e8, rel=0.1)
+    assert seconds(lambda x: x.sum(0), x) == pytest.approx(x.size / 1e8, rel=0.1)
+    slow = dataclasses.replace(found, bandwidths=(Bandwidth(1, 1e6),))
+    (one,) = (one for one in compiled(lambda x: x + 1, x).operations if one.opcode not in ("parameter", "constant"))
+    assert cpu_fusions.seconds(one, slow) == pytest.approx(one.moved_bytes.total() / 1e6)
+
+
+def test_explain_and_plan_use_what_was_measured_and_say_so(chip, monkeypatch):
+    monkeypatch.chdir(chip[1].parent)
+    from gspmd_lm import api
+
+    found = api.explain("tiny", "dp8", target="here:8")
+    assert found.prediction and found.prediction.step_time_s > 0
+    assert found.prediction.error.startswith("calibrated on 20") and "collectives as measured" in found.prediction.basis
+    assert found.prediction.exposed_communication_s > 0 and found.memory.limit_bytes
+    rows = api.compare_rows("tiny", "dp8", "fsdp8", "here:2x4")
+    assert rows
+
+
+def test_the_file_of_another_platform_is_refused(chip):
+    with pytest.raises(InputError, match="describes a cpu, and the devices here are gpus"):
+        targets.from_devices([calibrated_here.Gpu()], str(chip[1]))
