@@ -76,12 +76,13 @@ def warnings(
     )
 
 
-def advise_on_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:
-    """Findings about a step of one's own, whose arrays no rule places."""
+def advise_on_step(report: Report, notes: Sequence[str], callbacks: Sequence[str] = ()) -> tuple[Finding, ...]:
+    """Findings about a step of one's own, whose arrays no rule places. callbacks: where it calls Python."""
     memory = report.memory
     return (
         *_too_large(memory, "a smaller batch, or arguments that are split over more devices"),
         *_find_unpriced(report.prediction),
+        *_python_on_host(callbacks),
         *_above_floor(report),
         *_involuntary(notes, "constrain the arrays around it alike (jax.lax.with_sharding_constraint)"),
         *_find_not_donated(memory),
@@ -252,6 +253,17 @@ def _find_unpriced(predicted: Prediction | None) -> Iterator[Finding]:
             f"no matmul or attention kernel that is priced does {predicted.missing_flops_share:.1%} of what the model "
             "must multiply",
             "read the predicted time as a lower bound",
+        )
+
+
+def _python_on_host(callbacks: Sequence[str]) -> Iterator[Finding]:
+    if callbacks:
+        more = f" and {len(callbacks) - 3} more" if len(callbacks) > 3 else ""
+        yield Finding(
+            "python-on-the-host",
+            f"neither the time of calls of Python nor what they send is counted: {'; '.join(callbacks[:3])}{more}",
+            "leave them out of what is traced: jax.debug.print, and checks of values, which equinox, diffrax, lineax "
+            "and optimistix leave out with throw=False or with EQX_ON_ERROR=nan in the environment",
         )
 
 

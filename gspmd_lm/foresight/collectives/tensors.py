@@ -42,11 +42,12 @@ class MovedTensor:
 
 
 def moved_tensors(module: Module) -> Iterator[MovedTensor]:
-    """All of them, in the order of the schedule."""
+    """All of them, in the order of the schedule. Of a conditional, they are those of the branch that sends most."""
     # Loops that are told as the one operation that they are.
     loops = (i for i in module.operations if i.opcode == "while" and "windowed_dot_general_body" in _body(i).name)
     windows = {loop: _permutes_of_window(loop) for loop in loops}
     parts = {permute.instruction for permutes in windows.values() for permute in permutes}
+    parts |= _branches_left_out(module)
     for instruction in module.operations:
         if any(loop in windows for loop in instruction.loops) or instruction in parts:
             continue
@@ -54,6 +55,18 @@ def moved_tensors(module: Module) -> Iterator[MovedTensor]:
             yield _tensor_of_window(instruction, permutes)
         for op in instruction.collectives:
             yield from _tensors_of_op(op)
+
+
+def _branches_left_out(module: Module) -> set[Instruction]:
+    """The instructions of all branches but those that send most; of branches in branches, the inner ones first."""
+    left_out = set[Instruction]()
+    for conditional in reversed(module.operations):
+        if conditional.opcode == "conditional":
+            run = [[one for one in body.operations if one not in left_out] for body in conditional.bodies]
+            sent = [sum(one.executions * op.sent_bytes for one in each for op in one.collectives) for each in run]
+            largest = sent.index(max(sent))
+            left_out.update(one for number, each in enumerate(run) if number != largest for one in each)
+    return left_out
 
 
 def _tensors_of_op(op: CollectiveOp) -> Iterator[MovedTensor]:
