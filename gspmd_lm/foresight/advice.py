@@ -12,8 +12,7 @@ from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing import attention
-from gspmd_lm.foresight.timing.op_time import CALL
-from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT, Prediction
+from gspmd_lm.foresight.timing.predict import Prediction
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.program.supported import faster_kernel
 from gspmd_lm.sharding.problems import Problem
@@ -235,13 +234,10 @@ def _find_unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]
 
 
 def _find_unpriced(predicted: Prediction | None) -> Iterator[Finding]:
-    """Operations that the predicted time leaves out: the bytes of a kernel or a loop do not tell how long it takes."""
+    """Operations that the predicted time leaves out."""
     if predicted is None:
         return
-    long = [name for name in predicted.unpriced if name.startswith(CALL) or name == UNKNOWN_TRIP_COUNT]
-    if long or predicted.unpriced_share > TRIFLE:
-        most = long or list(predicted.unpriced)
-        names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
+    if names := predicted.without_price:
         yield Finding(
             "unpriced",
             f"nothing is known of how long this takes: {names} ({predicted.unpriced_share:.0%} of the program's bytes)",

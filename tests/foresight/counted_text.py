@@ -85,7 +85,7 @@ class Text:
             elif line.opcode == "while":
                 each, asked = (self.sent_bytes(line.called(role)) for role in ("body", "condition"))
                 trips = self.trips(line, block) if each + asked else 0
-                total += trips * each + (trips + 1) * asked
+                total += trips * each + (trips + 1) * asked - self._spared_bytes(line.called("body"))
             elif line.opcode == "conditional":
                 names = re.search(r"branch_computations=\{([^}]*)\}", line.rest)
                 branches = (
@@ -97,6 +97,12 @@ class Text:
             elif line.opcode in ("fusion", "call", "async-start", "call-start"):
                 total += self.sent_bytes(line.called("calls") or line.called("to_apply"))
         return total
+
+    def _spared_bytes(self, body):
+        """What a loop on TPUs does not send in its last iteration, where a branch does nothing then."""
+        conditionals = [line for line in self.computations[body].values() if line.opcode == "conditional"]
+        spared = [line for line in conditionals if "last_iteration_noop" in line.rest]
+        return sum(self.sent_bytes(line.called("true_computation")) for line in spared)
 
     def _sent(self, line, block):
         group = self._group_size(line)

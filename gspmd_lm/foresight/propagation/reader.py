@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend import core
 
 from gspmd_lm.foresight import equations, source_lines
@@ -382,7 +383,7 @@ class Reader:
         operands = []
         for atom, one in zip(operation.equation.invars, operation.operands, strict=True):
             literal = isinstance(atom, core.Literal)
-            operands.append((str(atom.val), str(atom.aval)) if literal else one.identity)
+            operands.append((np.asarray(atom.val).tobytes(), atom.aval.dtype) if literal else one.identity)
         if None in operands or operation.primitive in _NOT_SHARED:
             return None
         return self.values.setdefault((self._computed(operation), *operands), object())
