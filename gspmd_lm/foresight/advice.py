@@ -28,6 +28,7 @@ TRIFLE = 0.01  # share of all traffic that is not worth a warning
 UNFUSED = 0.1  # share of the step that attention without a fused kernel may take
 PADDING = 0.05  # share of the state's bytes
 SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
+NEEDLESS = 1.5  # times its share of the products that a device may compute
 BUBBLE = 0.1  # share of a pipeline's turns in which a stage may be idle
 # Axes that are seldom long enough to be split for memory's sake, or whose rows say what a device computes.
 NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "head_dim", "rank", "rope_dim")
@@ -75,13 +76,16 @@ def warnings(
     )
 
 
-def advise_on_step(report: Report, notes: Sequence[str], callbacks: Sequence[str] = ()) -> tuple[Finding, ...]:
+def advise_on_step(
+    report: Report, notes: Sequence[str], callbacks: Sequence[str] = (), module: Module | None = None
+) -> tuple[Finding, ...]:
     """Findings about a step of one's own, whose arrays no rule places. callbacks: where it calls Python."""
     memory = report.memory
     return (
         *_too_large(memory, "a smaller batch, or arguments that are split over more devices"),
         *_find_unpriced(report.prediction),
         *_python_on_host(callbacks),
+        *_find_needless_products(report, module),
         *_above_floor(report),
         *_involuntary(notes, "constrain the arrays around it alike (jax.lax.with_sharding_constraint)"),
         *_find_not_donated(memory),
@@ -249,6 +253,24 @@ def _find_unpriced(predicted: Prediction | None) -> Iterator[Finding]:
             f"no matmul or attention kernel that is priced does {predicted.missing_flops_share:.1%} of what the model "
             "must multiply",
             "read the predicted time as a lower bound",
+        )
+
+
+def _find_needless_products(report: Report, module: Module | None) -> Iterator[Finding]:
+    """Products of devices that compute the same, or of rows with matrices that are not theirs."""
+    needed = report.floor.flops
+    done = collections.Counter[str]()
+    for one in module.operations if module else ():
+        if one.flops and one.name_in_model.phase != "recomputation":
+            done[one.source or one.op_name or one.name] += one.flops * one.executions
+    if needed and done.total() > NEEDLESS * needed:
+        place, most = done.most_common(1)[0]
+        yield Finding(
+            "needless-products",
+            f"a device computes {done.total() / needed:.1f} times the products that are its share; {place} has "
+            f"{most / done.total():.0%} of them",
+            "split what is multiplied there over all mesh axes; jax.lax.ragged_dot multiplies all rows with all "
+            "matrices where a chip has no kernel for it",
         )
 
 

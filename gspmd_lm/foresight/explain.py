@@ -218,7 +218,9 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
         arrays=tuple(arrays),
     )
     report = dataclasses.replace(report, floor=bounds.checked_bounds(report.floor, report.above_floor))
-    return dataclasses.replace(report, warnings=advice.advise_on_step(report, program.notes, program.step["callbacks"]))
+    return dataclasses.replace(
+        report, warnings=advice.advise_on_step(report, program.notes, program.step["callbacks"], read.module)
+    )
 
 
 class _Read(NamedTuple):
