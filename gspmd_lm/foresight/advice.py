@@ -12,8 +12,7 @@ from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing import attention
-from gspmd_lm.foresight.timing.op_time import CALL
-from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT, Prediction
+from gspmd_lm.foresight.timing.predict import Prediction
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.program.supported import faster_kernel
 from gspmd_lm.sharding.problems import Problem
@@ -29,6 +28,7 @@ TRIFLE = 0.01  # share of all traffic that is not worth a warning
 UNFUSED = 0.1  # share of the step that attention without a fused kernel may take
 PADDING = 0.05  # share of the state's bytes
 SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
+NEEDLESS = 1.5  # times its share of the products that a device may compute
 BUBBLE = 0.1  # share of a pipeline's turns in which a stage may be idle
 # Axes that are seldom long enough to be split for memory's sake, or whose rows say what a device computes.
 NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "head_dim", "rank", "rope_dim")
@@ -76,12 +76,16 @@ def warnings(
     )
 
 
-def advise_on_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:
-    """Findings about a step of one's own, whose arrays no rule places."""
+def advise_on_step(
+    report: Report, notes: Sequence[str], callbacks: Sequence[str] = (), module: Module | None = None
+) -> tuple[Finding, ...]:
+    """Findings about a step of one's own, whose arrays no rule places. callbacks: where it calls Python."""
     memory = report.memory
     return (
         *_too_large(memory, "a smaller batch, or arguments that are split over more devices"),
         *_find_unpriced(report.prediction),
+        *_python_on_host(callbacks),
+        *_find_needless_products(report, module),
         *_above_floor(report),
         *_involuntary(notes, "constrain the arrays around it alike (jax.lax.with_sharding_constraint)"),
         *_find_not_donated(memory),
@@ -234,13 +238,10 @@ def _find_unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]
 
 
 def _find_unpriced(predicted: Prediction | None) -> Iterator[Finding]:
-    """Operations that the predicted time leaves out: the bytes of a kernel or a loop do not tell how long it takes."""
+    """Operations that the predicted time leaves out."""
     if predicted is None:
         return
-    long = [name for name in predicted.unpriced if name.startswith(CALL) or name == UNKNOWN_TRIP_COUNT]
-    if long or predicted.unpriced_share > TRIFLE:
-        most = long or list(predicted.unpriced)
-        names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
+    if names := predicted.without_price:
         yield Finding(
             "unpriced",
             f"nothing is known of how long this takes: {names} ({predicted.unpriced_share:.0%} of the program's bytes)",
@@ -252,6 +253,35 @@ def _find_unpriced(predicted: Prediction | None) -> Iterator[Finding]:
             f"no matmul or attention kernel that is priced does {predicted.missing_flops_share:.1%} of what the model "
             "must multiply",
             "read the predicted time as a lower bound",
+        )
+
+
+def _find_needless_products(report: Report, module: Module | None) -> Iterator[Finding]:
+    """Products of devices that compute the same, or of rows with matrices that are not theirs."""
+    needed = report.floor.flops
+    done = collections.Counter[str]()
+    for one in module.operations if module else ():
+        if one.flops and one.name_in_model.phase != "recomputation":
+            done[one.source or one.op_name or one.name] += one.flops * one.executions
+    if needed and done.total() > NEEDLESS * needed:
+        place, most = done.most_common(1)[0]
+        yield Finding(
+            "needless-products",
+            f"a device computes {done.total() / needed:.1f} times the products that are its share; {place} has "
+            f"{most / done.total():.0%} of them",
+            "split what is multiplied there over all mesh axes; jax.lax.ragged_dot multiplies all rows with all "
+            "matrices where a chip has no kernel for it",
+        )
+
+
+def _python_on_host(callbacks: Sequence[str]) -> Iterator[Finding]:
+    if callbacks:
+        more = f" and {len(callbacks) - 3} more" if len(callbacks) > 3 else ""
+        yield Finding(
+            "python-on-the-host",
+            f"neither the time of calls of Python nor what they send is counted: {'; '.join(callbacks[:3])}{more}",
+            "leave them out of what is traced: jax.debug.print, and checks of values, which equinox, diffrax, lineax "
+            "and optimistix leave out with throw=False or with EQX_ON_ERROR=nan in the environment",
         )
 
 

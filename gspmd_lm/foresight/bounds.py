@@ -17,6 +17,7 @@ from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs, place_array
 
 FLOAT32_BYTES = 4
+_ROUNDING = 1e-3  # of what is sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +125,16 @@ def _bounds(
         estimated_because=reading.estimated_because,
         by_array=reading.by_array,
     )
+
+
+def checked_bounds(bounds: LowerBounds, above_floor: float | None) -> LowerBounds:
+    """The same bounds, beside a compiled program that sends `above_floor` times the bound of communication, if known.
+
+    A bound that a program goes below is none, and is called an estimate.
+    """
+    if above_floor is None or above_floor >= 1 - _ROUNDING:
+        return bounds
+    return dataclasses.replace(bounds, estimated_because=f"the compiled program sends {above_floor:.2f} times as much")
 
 
 def step_flops(rules: Rules, graph: DataflowGraph) -> float:

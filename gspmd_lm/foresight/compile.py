@@ -30,7 +30,7 @@ from gspmd_lm.foresight import exported
 from gspmd_lm.foresight.pickled import pickle_task
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.hardware.chips import CUDNN, Gpu, gpu_target_config
+from gspmd_lm.hardware.chips import gpu_target_config
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.runtime import quiet
 from gspmd_lm.sharding.problems import ShardingError
@@ -261,36 +261,22 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     """Writes program.txt.gz and facts.json into `folder`."""
     import jax
 
-    from gspmd_lm.foresight import any_step
-    from gspmd_lm.infer import programs as generation
+    from gspmd_lm.foresight import any_step, target_answers
     from gspmd_lm.runtime import compiler, startup
-    from gspmd_lm.train import state, step
 
     config, rules, target = request.config, request.rules, request.target
     startup.start(platform="cpu", simulated_devices=target.devices if target.platform == "cpu" else 1)
     devices = targets.devices(target)
-    if target.chip and target.chip.gpu:
-        _answer_for(target.chip.gpu)
-    if isinstance(config, any_step.Program):
-        built = any_step.build(config, devices)
-        trace: Any = None  # it is traced and lowered already
-    elif request.phase == "train":
-        arrays = state.arrays_and_warnings(config, rules, target.platform)[0]
-        if request.sizes is not None:
-            _check_sizes(request.sizes, sizes(arrays), config.name)
-        built = step.build_step(config, rules, arrays, devices)
-        trace = built.trace_train
-    else:
-        assert isinstance(config, Config), "the caller has checked it"
-        whole = generation.whole_context(config)
-        arrays, _ = generation.arrays_and_warnings(config, rules, target.platform, whole)
-        built = generation.build_programs(config, rules, arrays, devices, whole)
-        trace = built.trace_prefill if request.phase == "prefill" else built.trace_decode
-    if isinstance(built, any_step.BuiltProgram):
-        options, facts_of_step, traced, lowered = {**built.options}, built.facts, built.traced, built.lowered
-    else:
-        options, facts_of_step, traced = {**built.options(*built.program_kinds)}, None, trace()
-        lowered = traced.lower()
+    with target_answers.target_answers(target, devices):
+        if isinstance(config, any_step.Program):
+            built = any_step.build(config, devices)
+            options, facts_of_step, traced, lowered = {**built.options}, built.facts, built.traced, built.lowered
+        else:
+            built = _build(request, devices)
+            kind = {"train": "trace_train", "prefill": "trace_prefill", "decode": "trace_decode"}[request.phase]
+            options, facts_of_step = {**built.options(*built.program_kinds)}, None
+            traced = getattr(built, kind)()
+            lowered = traced.lower()
     if target.chip and target.chip.gpu:
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
     lowered_at = time.monotonic()
@@ -319,19 +305,21 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def _answer_for(gpu: Gpu) -> None:
-    """Has jax ask the target what cuDNN's attention asks of a GPU and its libraries, for the rest of this process.
+def _build(request: CompileRequest, devices: Sequence[Any]) -> "Step | GenerationPrograms":
+    """The step of a config or task, or the programs of generation. Raises as `_check_sizes`."""
+    from gspmd_lm.infer import programs as generation
+    from gspmd_lm.train import state, step
 
-    jax 0.10.2 asks this machine, which has neither. The compiler needs no cuDNN: it leaves the kernel to the run.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as asks
-
-    def numbers(capability: str) -> tuple[int, ...]:
-        return tuple(map(int, capability.split(".")))
-
-    asks.check_cudnn_version = lambda: CUDNN[0] * 10_000 + CUDNN[1] * 100
-    asks.check_compute_capability = lambda least: gpu.compute_capability >= numbers(least)
-    asks.is_cuda_compute_capability_equal = lambda this: gpu.compute_capability == numbers(this)
+    config, rules, platform = request.config, request.rules, request.target.platform
+    if request.phase == "train":
+        arrays = state.arrays_and_warnings(config, rules, platform)[0]
+        if request.sizes is not None:
+            _check_sizes(request.sizes, sizes(arrays), config.name)
+        return step.build_step(config, rules, arrays, devices)
+    assert isinstance(config, Config), "the caller has checked it"
+    whole = generation.whole_context(config)
+    arrays, _ = generation.arrays_and_warnings(config, rules, platform, whole)
+    return generation.build_programs(config, rules, arrays, devices, whole)
 
 
 def describe_compiled(

@@ -66,8 +66,8 @@ def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
             pairs = zip(equation.invars, equation.outvars, strict=True)
             changed += [equation.replace(invars=[before], outvars=[after]) for before, after in pairs]
         elif any(_barriers_apart(one, apart) is not one for one in inner_jaxprs(equation.params)):
-            change = lambda param: _barriers_apart(param, apart) if is_jaxpr(param) else param  # noqa: E731
-            changed.append(equation.replace(params=jax.tree.map(change, equation.params, is_leaf=is_jaxpr)))
+            change = lambda param: _barriers_apart(param, apart) if _is_jaxpr(param) else param  # noqa: E731
+            changed.append(equation.replace(params=jax.tree.map(change, equation.params, is_leaf=_is_jaxpr)))
         else:
             changed.append(equation)
     is_same = all(before is after for before, after in itertools.zip_longest(jaxpr.eqns, changed))
@@ -75,9 +75,17 @@ def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
     return apart[id(jaxpr)]
 
 
-def is_jaxpr(param: Any) -> bool:
-    """Whether a parameter of an operation is a program."""
+def _is_jaxpr(param: Any) -> bool:
     return isinstance(param, core.Jaxpr | core.ClosedJaxpr)
+
+
+def computes_the_same(one: Any, other: Any) -> bool:
+    """Whether two equations of one primitive compute the same from equal operands."""
+    if one is other:
+        return True
+    pairs = ((one.params[name], other.params.get(name)) for name in one.params)
+    # Programs are compared as they are written: each trace of a function is another one.
+    return all(a is b or (type(a) is type(b) and str(a) == str(b)) for a, b in pairs)
 
 
 def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:
@@ -93,7 +101,7 @@ def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
 def _programs(values: Iterable[Any]) -> Iterator[Any]:
     """The programs among some parameters of an operation, and in tuples of them."""
     for value in values:
-        if is_jaxpr(value):
+        if _is_jaxpr(value):
             yield value
         elif isinstance(value, tuple | list):
             yield from _programs(value)

@@ -183,6 +183,7 @@ def report(
         arrays=tuple(named),
         rules_text=rules.text,
     )
+    report = dataclasses.replace(report, floor=bounds.checked_bounds(report.floor, report.above_floor))
     warned = advice.warnings(
         report, config, rules, target.processor, problems, graph.looked_up, read.module, program.notes
     )
@@ -228,7 +229,10 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
         versions=_versions(program),
         arrays=tuple(arrays),
     )
-    return dataclasses.replace(report, warnings=advice.advise_on_step(report, program.notes))
+    report = dataclasses.replace(report, floor=bounds.checked_bounds(report.floor, report.above_floor))
+    return dataclasses.replace(
+        report, warnings=advice.advise_on_step(report, program.notes, program.step["callbacks"], read.module)
+    )
 
 
 def _not_compared(target: Target) -> str:

@@ -103,6 +103,7 @@ def to_json(reports: Sequence[Report]) -> dict[str, Any] | list[dict[str, Any]]:
 
 def _object(report: Report) -> dict[str, Any]:
     json_object = {"schema": SCHEMA, **json.loads(json.dumps(dataclasses.asdict(report)))}
+    json_object |= {"above_floor": report.above_floor, "other_width": report.other_width}
     reason = json_object.pop("no_prediction")
     prediction = json_object["prediction"] or dict.fromkeys(field.name for field in dataclasses.fields(Prediction))
     json_object["timeline"] = prediction.pop("timeline") or []

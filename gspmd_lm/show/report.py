@@ -93,6 +93,9 @@ def _time_words(report: Report) -> str:
     step_s, exposed_s = prediction.step_time_s, prediction.exposed_communication_s
     speed = prediction.tokens_per_s_per_device
     words = f"{human_seconds(step_s)} a step, MFU {prediction.mfu:.1%}"
+    if names := prediction.without_price:
+        unknown = f"nothing is known of how long this takes: {names}"
+        words = f"at least {human_seconds(step_s)} a step ({unknown}), MFU at most {prediction.mfu:.1%}"
     words += "" if speed is None else f", {speed:,.0f} {report.unit}/s per device"
     if prediction.communication_s:
         sent_s = human_seconds(prediction.communication_s)

@@ -1,8 +1,8 @@
 """The bytes that one device sends in a compiled program, from its text alone: a second count, which shares no code.
 
-`sent_bytes(text)` reads the text with a few patterns, and knows none of the package's modules. It counts each collective
-as rings do, in fusions too, as often as the loops around it run. Of the branches of a conditional it takes the largest.
-It stands in for no other use: a program whose loops have counters that the text does not tell is an error.
+`sent_bytes(text)` reads the text with a few patterns, and knows none of the package's modules. It counts each
+collective as rings do, in fusions too, as often as the loops around it run. Of the branches of a conditional it takes
+the one that sends most. A loop that sends something must have a counter that begins and ends at constants.
 """
 
 import math
@@ -20,10 +20,7 @@ class Line:
 
     def __init__(self, root, name, text):
         self.root, self.name = bool(root), name
-        if text.startswith("("):
-            shape = text[: _closing(text, 0) + 1]
-        else:
-            shape = text.split(" ", 1)[0]
+        shape = text[: _closing(text, 0) + 1] if text.startswith("(") else text.split(" ", 1)[0]
         found = _OPCODE.search(text, len(shape) - 1)
         self.shape, self.opcode = shape, found.group(1)
         close = _closing(text, found.end() - 1)
@@ -88,16 +85,24 @@ class Text:
             elif line.opcode == "while":
                 each, asked = (self.sent_bytes(line.called(role)) for role in ("body", "condition"))
                 trips = self.trips(line, block) if each + asked else 0
-                total += trips * each + (trips + 1) * asked
+                total += trips * each + (trips + 1) * asked - self._spared_bytes(line.called("body"))
             elif line.opcode == "conditional":
                 names = re.search(r"branch_computations=\{([^}]*)\}", line.rest)
-                branches = re.findall(r"[\w.\-]+", names.group(1)) if names else [
-                    line.called("true_computation"), line.called("false_computation")
-                ]
+                branches = (
+                    re.findall(r"[\w.\-]+", names.group(1))
+                    if names
+                    else [line.called("true_computation"), line.called("false_computation")]
+                )
                 total += max(self.sent_bytes(name) for name in branches)
             elif line.opcode in ("fusion", "call", "async-start", "call-start"):
                 total += self.sent_bytes(line.called("calls") or line.called("to_apply"))
         return total
+
+    def _spared_bytes(self, body):
+        """What a loop on TPUs does not send in its last iteration, where a branch does nothing then."""
+        conditionals = [line for line in self.computations[body].values() if line.opcode == "conditional"]
+        spared = [line for line in conditionals if "last_iteration_noop" in line.rest]
+        return sum(self.sent_bytes(line.called("true_computation")) for line in spared)
 
     def _sent(self, line, block):
         group = self._group_size(line)
@@ -134,17 +139,14 @@ class Text:
         return any(line.opcode == "fusion" and line.called("calls") == name for line in lines)
 
     def _group_size(self, line):
-        text = re.search(r"replica_groups=(\S.*?)(?:, [a-z_]+=|$)", line.rest)
-        text = text.group(1) if text else ""
-        if listed := re.match(r"\{\{([\d,]+)\}", text):
-            return len(listed.group(1).split(","))
-        if iota := re.match(r"\[(\d+),(\d+)\]<=", text):
-            return int(iota.group(2))
-        if text.startswith("mesh["):
-            sizes = dict(re.findall(r"'?(\w+)'?=(\d+)", text.split("]")[0]))
-            axes = re.search(r"\{([^}]*)\}$", text).group(1)
-            named = re.findall(r"'?([a-z_]\w*)'?(?::\(\d+\)(\d+))?", axes)
+        if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\].*? \{([^}]*)\}", line.rest):
+            sizes = dict(re.findall(r"'?(\w+)'?=(\d+)", mesh.group(1)))
+            named = re.findall(r"'?([a-z_]\w*)'?(?::\(\d+\)(\d+))?", mesh.group(2))
             return math.prod(int(part or sizes[name]) for name, part in named)
+        if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line.rest):
+            return len(listed.group(1).split(","))
+        if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line.rest):
+            return int(iota.group(1))
         return self.devices
 
     def trips(self, loop, block):

@@ -164,8 +164,6 @@ def test_a_task_of_the_script_that_runs_is_explained_and_a_constant_at_import_do
 
 
 REFUSED = {
-    "prints": r"own_steps.py:\d+, in tests.own_steps:prints: debug_print: the step calls Python on the host",
-    "calls_python": r"own_steps.py:\d+, in \S+: pure_callback: the step calls Python on the host",
     "branches": r"own_steps.py:\d+, in \S+: TracerBoolConversionError: .*\n  fix   a step is traced from shapes",
     "few_devices": r"its mesh \(data=4, tensor=1\) has 4 devices, and the function is given 8",
     "unplaced": "no argument has a NamedSharding, which says where it lives",
@@ -181,6 +179,20 @@ def test_what_is_refused(name):
     with pytest.raises(InputError, match=REFUSED[name]) as error:
         any_step.build(any_step.Program(f"tests.own_steps:{name}"), jax.devices()[:8])
     assert "\n  fix   " in str(error.value)
+
+
+@pytest.mark.parametrize("target", ["cpu:8", pytest.param("h100:8", marks=pytest.mark.slow), "v5e:2x4"])
+@pytest.mark.parametrize(("name", "called"), [("prints", "debug_print"), ("calls_python", "pure_callback")])
+def test_a_step_that_calls_python_is_explained_without_it(name, called, target):
+    report = gspmd_lm.explain(getattr(own_steps, name), target=target)
+    (found,) = [one for one in report.warnings if one.code == "python-on-the-host"]
+    assert re.search(rf"counted: {called} at \S*own_steps.py:\d+, in tests.own_steps:{name}$", found.message)
+
+
+def test_a_step_is_traced_as_on_its_target():
+    here, there = (gspmd_lm.explain(own_steps.asks_where_it_runs, target=target) for target in ("cpu:8", "v5e:2x4"))
+    assert here.sent_bytes == 0 and there.sent_bytes == 4 * ROWS * WIDTH * 3 // 4
+    assert jax.default_backend() == jax.devices()[0].platform == "cpu"
 
 
 def test_a_function_that_says_in_python_how_it_is_split_is_not_compiled_for_tpus():

@@ -233,6 +233,98 @@ def test_a_windowed_einsum_is_one_operation():
         assert one.overlapped and one.group_size == 8
 
 
+WINDOW = """%body{n} (s{n}: (f32[8], s32[])) -> (f32[8], s32[]) {{
+  %s{n} = (f32[8]{{0}}, s32[]) parameter(0)
+  %x{n} = f32[8]{{0}} get-tuple-element(%s{n}), index=0
+  %i{n} = s32[] get-tuple-element(%s{n}), index=1
+  %one{n} = s32[] constant(1)
+  %j{n} = s32[] add(%i{n}, %one{n})
+  {turn}
+  ROOT %t{n} = (f32[8]{{0}}, s32[]) tuple(%y{n}, %j{n})
+}}
+
+%condition{n} (c{n}: (f32[8], s32[])) -> pred[] {{
+  %c{n} = (f32[8]{{0}}, s32[]) parameter(0)
+  %k{n} = s32[] get-tuple-element(%c{n}), index=1
+  %four{n} = s32[] constant(4)
+  ROOT %l{n} = pred[] compare(%k{n}, %four{n}), direction=LT
+}}
+
+"""
+NAMED = 'source_target_pairs={{0,1},{1,2},{2,3},{3,0}}, metadata={op_name="jit(upd)/dot_general"}'
+
+
+def test_permutes_of_one_name_beside_several_windows_each_count_once():
+    """One loop is given what a permute moves, a permute moves what the other ends with, and a third is neither."""
+    loops = "".join(
+        WINDOW.format(n=n, turn=f"%y{n} = f32[8]{{0}} collective-permute(%x{n}), {NAMED}") for n in (0, 1)
+    ).replace("%body", "%windowed_dot_general_body_ag")
+    body = f"""  %p = f32[8]{{0}} parameter(0)
+  %zero = s32[] constant(0)
+  %before = f32[8]{{0}} collective-permute(%p), {NAMED}
+  %other = f32[8]{{0}} collective-permute(%p), {NAMED}
+  %given0 = (f32[8]{{0}}, s32[]) tuple(%before, %zero)
+  %w0 = (f32[8]{{0}}, s32[]) while(%given0), condition=%condition0, body=%windowed_dot_general_body_ag0
+  %given1 = (f32[8]{{0}}, s32[]) tuple(%p, %zero)
+  %w1 = (f32[8]{{0}}, s32[]) while(%given1), condition=%condition1, body=%windowed_dot_general_body_ag1
+  %r1 = f32[8]{{0}} get-tuple-element(%w1), index=0
+  %after = f32[8]{{0}} collective-permute(%r1), {NAMED}
+  %r0 = f32[8]{{0}} get-tuple-element(%w0), index=0
+  %sum = f32[8]{{0}} add(%after, %r0)
+  ROOT %all = f32[8]{{0}} add(%sum, %other)"""
+    found = found_in(program(body, loops, devices=4), slices=(0,) * 4, mesh={"fsdp": 4})
+    assert sorted((one.kind, one.bytes_per_device_per_step) for one in found) == [
+        ("collective-permute", 32), ("windowed all-gather", 2 * 5 * 32),
+    ]  # fmt: skip
+
+
+def test_a_permute_that_a_window_leaves_out_in_its_last_iteration():
+    branches = f"""%send (w: f32[8]) -> f32[8] {{
+  %w = f32[8]{{0}} parameter(0)
+  ROOT %sent = f32[8]{{0}} collective-permute(%w), {NAMED}
+}}
+
+%last_iteration_noop (v: f32[8]) -> f32[8] {{
+  ROOT %v = f32[8]{{0}} parameter(0)
+}}
+
+"""
+    turn = (
+        "%last0 = pred[] compare(%i0, %one0), direction=LT\n  %y0 = f32[8]{0} conditional(%last0, %x0, %x0), "
+        "true_computation=%send, false_computation=%last_iteration_noop"
+    )
+    loop = WINDOW.format(n=0, turn=turn).replace("%body", "%windowed_dot_general_body_rs")
+    body = """  %p = f32[8]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %given = (f32[8]{0}, s32[]) tuple(%p, %zero)
+  %w0 = (f32[8]{0}, s32[]) while(%given), condition=%condition0, body=%windowed_dot_general_body_rs0
+  ROOT %r = f32[8]{0} get-tuple-element(%w0), index=0"""
+    (found,) = found_in(program(body, branches + loop, devices=4), slices=(0,) * 4, mesh={"fsdp": 4})
+    assert (found.kind, found.bytes_per_device_per_step) == ("windowed reduce-scatter", 3 * 32)
+
+
+def test_reduce_scatters_of_several_arrays_in_one_fusion():
+    scatter = """%all-reduce-scatter (a0: f32[8,16], a1: f32[16]) -> (f32[1,16], f32[2]) {
+  %a0 = f32[8,16]{1,0} parameter(0)
+  %a1 = f32[16]{0} parameter(1)
+  %n = s32[] constant(0)
+  %sums = (f32[8,16]{1,0}, f32[16]{0}) all-reduce(%a0, %a1), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %s0 = f32[8,16]{1,0} get-tuple-element(%sums), index=0
+  %s1 = f32[16]{0} get-tuple-element(%sums), index=1
+  %d0 = f32[1,16]{1,0} dynamic-slice(%s0, %n, %n), dynamic_slice_sizes={1,16}
+  %d1 = f32[2]{0} dynamic-slice(%s1, %n), dynamic_slice_sizes={2}
+  ROOT %both = (f32[1,16]{1,0}, f32[2]{0}) tuple(%d0, %d1)
+}
+
+"""
+    body = """  %p = f32[8,16]{1,0} parameter(0)
+  %q = f32[16]{0} parameter(1)
+  ROOT %f = (f32[1,16]{1,0}, f32[2]{0}) fusion(%p, %q), kind=kCustom, calls=%all-reduce-scatter"""
+    found = found_in(program(body, scatter))
+    assert {one.kind for one in found} == {"reduce-scatter"}
+    assert sum(one.bytes_per_device_per_step for one in found) == 4 * (8 * 16 + 16) * 7 / 8
+
+
 def test_a_reduce_scatter_hidden_in_a_fusion_of_tpu():
     body = """  %p = f32[4096,64]{1,0} parameter(0), metadata={op_name="jit(_train)/transpose(jvp(Decoder))/while/body/of.layers.mlp.w_up/sum.block_input.batch/zBTD,zBTF->zDF/dot_general"}
   %f = f32[520,64]{1,0} fusion(%p), kind=kCustom, calls=%scatter

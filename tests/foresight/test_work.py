@@ -30,6 +30,10 @@ def test_flops_of_a_program_are_those_of_its_model(name):
         # a real window, its padding not counted: outputs at the two ends meet 2 positions each, the others 3
         (("f32[2,10,3]", "f32[3,3,4]"), "f32[2,10,4] convolution(%a, %b), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", 2 * 2 * (8 * 3 + 2 * 2) * 3 * 4),
         (("f32[2,10,6]", "f32[1,2,9]"), "f32[2,10,9] convolution(%a, %b), window={size=1}, dim_labels=b0f_0io->b0f, feature_group_count=3", 2 * 2 * 10 * 9 * 2),
+        # cuDNN's calls: a convolution, and the gradients of its picture and of its kernel
+        (("f32[2,10,3]", "f32[3,3,4]"), '(f32[2,10,4], u8[0]) custom-call(%a, %b), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f, custom_call_target="__cudnn$convForward"', 2 * 2 * 28 * 3 * 4),
+        (("f32[2,10,4]", "f32[3,3,4]"), '(f32[2,10,3], u8[0]) custom-call(%a, %b), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f, custom_call_target="__cudnn$convBackwardInput"', 2 * 2 * 28 * 3 * 4),
+        (("f32[2,10,3]", "f32[2,10,4]"), '(f32[3,3,4], u8[0]) custom-call(%a, %b), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f, custom_call_target="__cudnn$convBackwardFilter"', 2 * 2 * 28 * 3 * 4),
     ],
 )  # fmt: skip
 def test_flops(shapes, instruction, expected):

@@ -17,6 +17,7 @@ from gspmd_lm.hardware.network import Groups
 from gspmd_lm.sharding.op_names import tensor_names
 
 WINDOWED = "windowed "
+_NOT_LAST = "last_iteration_noop"  # in the name of a branch that does nothing
 REDUCTIONS = ("all-reduce", "reduce-scatter", WINDOWED + "reduce-scatter")
 GATHERS = ("all-gather", WINDOWED + "all-gather")
 # What a device does besides moving data: an asynchronous collective overlaps with these.
@@ -42,11 +43,12 @@ class MovedTensor:
 
 
 def moved_tensors(module: Module) -> Iterator[MovedTensor]:
-    """All of them, in the order of the schedule."""
+    """All of them, in the order of the schedule. Of a conditional, they are those of the branch that sends most."""
     # Loops that are told as the one operation that they are.
     loops = (i for i in module.operations if i.opcode == "while" and "windowed_dot_general_body" in _body(i).name)
-    windows = {loop: _permutes_of_window(loop) for loop in loops}
+    windows = {loop: permutes for loop in loops if (permutes := _permutes_of_window(loop))}
     parts = {permute.instruction for permutes in windows.values() for permute in permutes}
+    parts |= _branches_left_out(module)
     for instruction in module.operations:
         if any(loop in windows for loop in instruction.loops) or instruction in parts:
             continue
@@ -54,6 +56,18 @@ def moved_tensors(module: Module) -> Iterator[MovedTensor]:
             yield _tensor_of_window(instruction, permutes)
         for op in instruction.collectives:
             yield from _tensors_of_op(op)
+
+
+def _branches_left_out(module: Module) -> set[Instruction]:
+    """The instructions of all branches but those that send most; of branches in branches, the inner ones first."""
+    left_out = set[Instruction]()
+    for conditional in reversed(module.operations):
+        if conditional.opcode == "conditional":
+            run = [[one for one in body.operations if one not in left_out] for body in conditional.bodies]
+            sent = [sum(one.executions * op.sent_bytes for one in each for op in one.collectives) for each in run]
+            largest = sent.index(max(sent))
+            left_out.update(one for number, each in enumerate(run) if number != largest for one in each)
+    return left_out
 
 
 def _tensors_of_op(op: CollectiveOp) -> Iterator[MovedTensor]:
@@ -95,7 +109,7 @@ def _permutes_of_window(loop: Instruction) -> list[CollectiveOp]:
         before = itertools.takewhile(lambda one: one.opcode != "while" or one is loop, chain)
         return next(filter(found, before), None)
 
-    turning = permutes(_body(loop).instructions.values())
+    turning = permutes(_body(loop).operations)
     names = {permute.instruction.op_name for permute in turning}
     beside = permutes(i for i in loop.computation.instructions.values() if i.op_name in names)
     each = {op.instruction for op in beside}
@@ -113,10 +127,7 @@ def _tensor_of_window(loop: Instruction, permutes: Sequence[CollectiveOp]) -> Mo
     """The ring of permutes in a windowed einsum, which run piece by piece so that matmuls hide them."""
     first = permutes[0]
     kind = "reduce-scatter" if re.search(r"body_(ar|rs)", _body(loop).name) else "all-gather"
-    iterations = loop.trip_count or 1
-    sent_bytes = sum(
-        p.sent_bytes * (iterations if p.instruction.computation is not loop.computation else 1) for p in permutes
-    )
+    sent_bytes = sum(p.sent_bytes * _times_of_permute(p, loop) for p in permutes)
     rings = _rings([pair for permute in permutes for pair in permute.groups])
     piece = first.inputs[0]
     pieces = 1 if kind == "all-gather" else max(map(len, rings))  # a reduction begins with pieces for everybody
@@ -124,6 +135,16 @@ def _tensor_of_window(loop: Instruction, permutes: Sequence[CollectiveOp]) -> Mo
     ring = CollectiveOp(kind, (held,), rings, first.instruction, loop, True)
     operand = first.instruction.operands[0], ()
     return MovedTensor(WINDOWED + kind, ring, operand, first.instruction.op_name, False, sent_bytes, True)
+
+
+def _times_of_permute(permute: CollectiveOp, loop: Instruction) -> int:
+    """How often a permute runs: once beside its loop, and in it each time, or each time but the last one (libtpu)."""
+    within, iterations = permute.instruction.computation, loop.trip_count or 1
+    if within is loop.computation:
+        return 1
+    caller, _ = within.caller
+    spared = caller and caller.opcode == "conditional" and any(_NOT_LAST in one.name for one in caller.bodies)
+    return iterations - 1 if spared else iterations
 
 
 def _rings(pairs: Sequence[tuple[int, ...]]) -> Groups:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -147,7 +147,7 @@ class PerDevice:
         if primitive in _COLLECTIVES:
             return self._collective(operation)
         if primitive == "scan":
-            return self._scan(operation)
+            return self._once(operation, self._scan)
         if primitive == "while" and operation.name.trip_count == "0":
             return self._results_that_change_with(operation, operands)
         if primitive == "while":
@@ -173,6 +173,19 @@ class PerDevice:
             done[identity] = []
         kept, results = self._kept_sums(operation), self._results_that_change_with
         return [one._replace(unreduced=kept) for one in results(operation, operands, identity)]
+
+    def _once(self, operation: Operation, rule: Callable[[Operation], list[ArraySharding]]) -> list[ArraySharding]:
+        """What a rule gives, whose notes are taken once for operations that compute the same."""
+        identity, done = self.reader.value(operation), self.reader.record.results
+        if identity is None:
+            return rule(operation)
+        if identity not in done:
+            results = rule(operation)
+            done[identity] = [
+                one if one.identity is not None else one._replace(identity=(identity, n))
+                for n, one in enumerate(results)
+            ]
+        return done[identity]
 
     def _results_that_change_with(
         self, operation: Operation, operands: Sequence[ArraySharding], identity: Any = None

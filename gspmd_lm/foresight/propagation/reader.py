@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend import core
 
 from gspmd_lm.foresight import equations, source_lines
@@ -133,9 +134,9 @@ class Reader:
         self.products = 0  # how many matmuls, convolutions and kernels were met
         # Buffers of exchanges are filled as balanced routing fills them. Rows of such buffers -> how much of them is.
         self.filled: dict[int, float] = {}
-        self.values: dict[Any, object] = {}  # what is computed from which arrays -> the identity of the result
+        # A primitive and the identities of its operands -> equations of these, each with the identity of its result.
+        self.values: dict[Any, list[tuple[Any, object]]] = {}
         self.views: dict[Any, View] = {}  # the identity of what is made of one array alone -> that array
-        self._params: dict[int, tuple[Any, Any]] = {}  # the id of an equation -> itself, and a key of what it computes
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[Record]:
@@ -378,27 +379,19 @@ class Reader:
             self.record.values.add(operation.phase, operands, made, is_repeatable)
 
     def value(self, operation: Operation) -> Any:
-        """A key that is equal for operations that compute the same from the same arrays; None if that is not known."""
+        """A key that is the same for operations that compute the same from the same arrays; None if it is not known."""
         operands = []
         for atom, one in zip(operation.equation.invars, operation.operands, strict=True):
             literal = isinstance(atom, core.Literal)
-            operands.append((str(atom.val), str(atom.aval)) if literal else one.identity)
+            operands.append((np.asarray(atom.val).tobytes(), atom.aval.dtype) if literal else one.identity)
         if None in operands or operation.primitive in _NOT_SHARED:
             return None
-        return self.values.setdefault((self._computed(operation), *operands), object())
-
-    def _computed(self, operation: Operation) -> Any:
-        """A key of what an operation computes. Equations are read several times, in loops."""
-        known = self._params.get(id(operation.equation))
-        if known is None or known[0] is not operation.equation:
-            params = operation.params.values()
-            key: Any = operation.primitive, tuple(str(one) if equations.is_jaxpr(one) else one for one in params)
-            try:
-                hash(key)
-            except TypeError:
-                key = operation.primitive, str(operation.params)
-            known = self._params[id(operation.equation)] = operation.equation, key
-        return known[1]
+        alike = self.values.setdefault((operation.primitive, *operands), [])
+        for equation, identity in alike:
+            if equations.computes_the_same(equation, operation.equation):
+                return identity
+        alike.append((operation.equation, object()))
+        return alike[-1][1]
 
     def _for_all_uses(self, operation: Operation, var: Any, array: ArraySharding) -> ArraySharding:
         """An array that is read several times: added up once, and moved once if other dimensions are wanted split."""
@@ -419,7 +412,7 @@ class Reader:
                 replicated_sharding(rank_of(var.aval), True)._replace(identity=identity if one else None)
                 for var in outputs
             ]
-        identity = None if operation.primitive in CONTROL else self.value(operation)
+        identity = None if operation.primitive in CALLS else self.value(operation)
         if identity is None:
             return self._by_rule(operation)
         # XLA computes once what a program computes twice from the same arrays, where they are split alike.

@@ -12,6 +12,7 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.units import human_seconds
 
+UNPRICED = 0.01  # the share of a program's bytes from which operations without a known time matter
 COSTLIEST = 12  # how many operations are listed
 UNKNOWN_TRIP_COUNT = "while: turns unknown"
 _TOO_SHORT = 1e-4  # the share of an iteration below which a span is not shown
@@ -51,6 +52,16 @@ class Prediction:
     unpriced_share: float
     missing_flops_share: float  # the share of the model's necessary FLOPs that no matmul or attention kernel does
     fusions: tuple[tuple[str, float], ...] = ()  # the costliest operations: name and seconds per step
+
+    @property
+    def without_price(self) -> str:
+        """The operations without a known time that may matter, in words; '' if there is none.
+
+        The bytes of a kernel or a loop do not tell how long it takes; other operations matter by their bytes.
+        """
+        long = [name for name in self.unpriced if name.startswith(op_time.CALL) or name == UNKNOWN_TRIP_COUNT]
+        most = long or [*self.unpriced] if long or self.unpriced_share > UNPRICED else []
+        return ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
 
 
 def predict(
