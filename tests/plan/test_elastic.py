@@ -145,6 +145,7 @@ def test_more_microbatches_where_memory_is_short(monkeypatch):
 
     def smaller(text):
         target = parse(text)
+        assert target.chip
         return dataclasses.replace(target, chip=dataclasses.replace(target.chip, usable_hbm_bytes=needed - 2**20))
 
     monkeypatch.setattr(targets, "parse", smaller)

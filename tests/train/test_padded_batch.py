@@ -51,6 +51,7 @@ def test_a_loader_pads_each_step_and_skips_no_row(small, data):
     )
     assert plain[0].fingerprint == padded[0].fingerprint and plain[0].epochs_per_step == padded[0].epochs_per_step
     for before, after in zip(plain, padded, strict=True):
+        assert before and after
         for step in (0, 3, 10):
             wanted, found = before.rows_at(step, slice(None)), after.rows_at(step, slice(None))
             assert len(found["row"]) == 8 and (found["row"] == np.arange(8)).all()
