@@ -29,8 +29,8 @@ _WHOLE = {"saves", "compile", "restore"}
 _WATCHED = {
     "steps": "step {next}",
     "data": "step {next}",
-    "evaluation": "a batch or the samples of the evaluation after step {done}",
-    "saves": "saving step {done}",
+    "evaluation": "a batch or the samples of an evaluation",
+    "saves": "saving",
     "compile": "compiling",
     "restore": "making or restoring the state",
 }
@@ -107,7 +107,7 @@ class Watchdog:
 
     def _at(self) -> str:
         """What the process is at, in words."""
-        return _WATCHED.get(self._kind, self._kind).format(done=self.done, next=self.done + 1)
+        return _WATCHED.get(self._kind, self._kind).format(next=self.done + 1)
 
     def _look(self) -> None:
         """Looks at the clock until the context is left; ends the process if something hangs."""
