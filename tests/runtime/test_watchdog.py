@@ -100,7 +100,7 @@ def test_other_work_that_is_late_is_said_too(quick, kind, at):
         wait_until(lambda: said)
         dog.begin("steps")
     assert len(said) == 1 and re.fullmatch(rf"warning: {at} has taken \d s", said[0])
-    assert hung == [kind]
+    assert not hung  # it was slow, and ended
 
 
 def test_slow_steps_batches_that_come_and_the_reading_of_a_corpus_are_not_late(quick):
@@ -200,7 +200,7 @@ def test_an_evaluation_in_which_a_process_hangs_ends_the_run_and_is_counted(star
     assert [one.wait(240) for one in both] == [FAILED, FAILED], logs[0].read_text()
     first, second = (log.read_text() for log in logs)
     at = "a batch or the samples of an evaluation"
-    assert re.search(rf"warning: {at} has taken \d+ s; process 1", first), first
+    assert re.search(rf"warning: {at} has taken \d+ s; all processes answer, and wait in the same place", first), first
     assert f"process 0: {at} hangs; the Python stacks:" in first and f"process 1: {at} hangs" in second
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["wall_hangs_s"] > 4 and rows[-1]["wall_evaluation_s"] < 4
