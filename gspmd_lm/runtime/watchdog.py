@@ -29,8 +29,8 @@ _WHOLE = {"saves", "compile", "restore"}
 _WATCHED = {
     "steps": "step {next}",
     "data": "step {next}",
-    "evaluation": "a batch or the samples of the evaluation after step {done}",
-    "saves": "saving step {done}",
+    "evaluation": "a batch or the samples of an evaluation",
+    "saves": "saving",
     "compile": "compiling",
     "restore": "making or restoring the state",
 }
@@ -50,7 +50,7 @@ class Watchdog:
     def __init__(self, hang_minutes: float, say: Callable[[str], None]):
         """hang_minutes: until a run ends; 0 means never. say: prints a line."""
         self.done, self.hang_s, self.say = 0, 60 * hang_minutes, say
-        # Is told the kind and the seconds of a part that was late, once it is done or ends the run.
+        # Is told the kind and the seconds of a step that was late, once it is done, and of whatever ends the run.
         self.count_hang: Callable[[str, float], None] = lambda kind, seconds: None
         self.taken_s: collections.deque[float] = collections.deque(maxlen=STEPS)
         self._kind = "start"
@@ -96,8 +96,8 @@ class Watchdog:
         self._count(hung)
 
     def _restart(self, now: float) -> tuple[str, float] | None:
-        """Begins a new part. Returns the kind and the seconds of the old one, if it was late."""
-        hung = (self._kind, self._waited_s) if self._said else None
+        """Begins a new part. Returns the kind and the seconds of the old one, if it was a step that was late."""
+        hung = (self._kind, self._waited_s) if self._said and self._kind in _STEP else None
         self._began, self._waited_s, self._said, self._near, self._reports = now, 0.0, False, False, None
         return hung
 
@@ -107,7 +107,7 @@ class Watchdog:
 
     def _at(self) -> str:
         """What the process is at, in words."""
-        return _WATCHED.get(self._kind, self._kind).format(done=self.done, next=self.done + 1)
+        return _WATCHED.get(self._kind, self._kind).format(next=self.done + 1)
 
     def _look(self) -> None:
         """Looks at the clock until the context is left; ends the process if something hangs."""

@@ -14,7 +14,7 @@ KINDS = {
     "data": "waiting for rows",
     "evaluation": "scoring held-out rows, and writing samples",
     "saves": "standing still while a checkpoint is written",
-    "hangs": "steps, saves and the like that took so long that a line said so",
+    "hangs": "steps that took 10 times as long as usual, and whatever took so long that it ended the run",
     "lost": "steps that were computed again, because no checkpoint held them",
 }
 _NEWER = ("hangs",)  # rows that older versions have written lack it

@@ -202,7 +202,7 @@ def job(options, name, *flags):
 
 def launch(place, tell):
     """The exit code of a launch. It waits less than on a real machine."""
-    return Launch(place, 0, tell, Waits(poll=0.5, retry=1, longest=20, others=120, stop=120)).run()
+    return Launch(place, 0, tell, Waits(poll=0.5, retry=1, longest=20, stop=120)).run()
 
 
 def losses(store, name):
@@ -249,7 +249,7 @@ def attack(options, store):
     if attacker.error or code != STOPPED:
         print(f"after {attacker.done} attacks: {attacker.error or f'launch ended with {code}'}")
         return 1
-    steps = attacker.farthest + 50
+    steps = attacker.farthest + 20
     codes = [launch(Hosts(job(options, name, f"--steps={steps}")), tell) for name in ("attacked", "undisturbed")]
     attacked, undisturbed = losses(store, "attacked"), losses(store, "undisturbed")
     same = attacked == undisturbed and [step for step, _ in attacked] == list(range(1, len(attacked) + 1))

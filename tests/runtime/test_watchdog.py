@@ -85,8 +85,8 @@ def test_a_late_step_is_said_once_and_the_next_one_anew(quick):
 @pytest.mark.parametrize(
     ("kind", "at"),
     [
-        ("evaluation", "a batch or the samples of the evaluation after step 7"),
-        ("saves", "saving step 7"),
+        ("evaluation", "a batch or the samples of an evaluation"),
+        ("saves", "saving"),
         ("compile", "compiling"),
         ("restore", "making or restoring the state"),
     ],
@@ -95,14 +95,13 @@ def test_other_work_that_is_late_is_said_too(quick, kind, at):
     said, hung = [], []
     with Watchdog(0, said.append) as dog:
         dog.count_hang = lambda kind, seconds: hung.append(kind)
-        dog.done = 7
         dog.begin("steps")
         dog.taken_s.extend([100.0] * 5)  # what is usual for steps says nothing about it
         dog.begin(kind)
         wait_until(lambda: said)
         dog.begin("steps")
     assert len(said) == 1 and re.fullmatch(rf"warning: {at} has taken \d s", said[0])
-    assert hung == [kind]
+    assert not hung  # it was slow, and ended
 
 
 def test_slow_steps_batches_that_come_and_the_reading_of_a_corpus_are_not_late(quick):
@@ -144,7 +143,7 @@ with watchdog.Watchdog(0.01, print) as dog:
 """
 
 
-@pytest.mark.parametrize(("kind", "at"), [("steps", "step 7"), ("saves", "saving step 6")])
+@pytest.mark.parametrize(("kind", "at"), [("steps", "step 7"), ("saves", "saving")])
 def test_what_hangs_ends_the_process_with_its_stacks(kind, at):
     process = launch(HANGS.replace("KIND", kind))
     out, said = process.communicate(timeout=120)
@@ -177,7 +176,7 @@ def start(tmp_path):
                 both.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))
                 stack.callback(both[-1].kill)
             reached = "step     20/"
-            wait_until(lambda: reached in logs[0].read_text() or any(one.poll() is not None for one in both), 300)
+            wait_until(lambda: reached in logs[0].read_text() or any(one.poll() is not None for one in both), 600)
             return both, logs
 
         yield begin
@@ -201,11 +200,11 @@ def test_an_evaluation_in_which_a_process_hangs_ends_the_run_and_is_counted(star
     both, logs = start(HASTY, HANGING_EVALUATION + HASTY, "--set=train.eval_every=30")
     assert [one.wait(240) for one in both] == [FAILED, FAILED], logs[0].read_text()
     first, second = (log.read_text() for log in logs)
-    at = "a batch or the samples of the evaluation after step 30"
-    assert re.search(rf"warning: {at} has taken \d+ s; process 1", first), first
+    at = "a batch or the samples of an evaluation"
+    assert re.search(rf"warning: {at} has taken \d+ s; all processes answer, and wait in the same place", first), first
     assert f"process 0: {at} hangs; the Python stacks:" in first and f"process 1: {at} hangs" in second
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == 30 and rows[-1]["wall_hangs_s"] > 4 and rows[-1]["wall_evaluation_s"] < 4
+    assert rows[-1]["wall_hangs_s"] > 4 and rows[-1]["wall_evaluation_s"] < 4
 
 
 @pytest.mark.slow
