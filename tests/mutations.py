@@ -333,7 +333,8 @@ def main(numbers: list[int]) -> int:
             mutation = MUTATIONS[number - 1]
             outcome = try_mutation(mutation, copy)
             survivors += outcome != "found"
-            print(f"{number:2} {outcome:8} {mutation.file}: {mutation.after.strip()}", flush=True)
+            change = " ".join(mutation.after.split())
+            print(f"{number:2} {outcome:8} {mutation.file}: {change}", flush=True)
             if outcome not in ("found", "survived"):
                 print((copy / "output.txt").read_text()[-2000:])
     return survivors

@@ -18,6 +18,7 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.show import dry_run, terminal
 from gspmd_lm.train import decoder, state
+from tests.quick import QUICK
 
 ROOT = Path(__file__).parents[2]
 TP8 = """\
@@ -135,11 +136,12 @@ def test_compiled_figures_are_those_of_explain_and_an_edit_stops_a_compilation(t
     assert tiny.state()["compile"]["running"]
     shown = tiny.edit(text=TP8 + "remat: block\n")
     assert not shown["compile"]["running"] and shown["compile"]["progress"] == "stopped"
-    tiny.edit(text=TP8)
+    quick = TP8 + f"compiler_options: {{cpu: {json.dumps(QUICK)}}}\n"
+    tiny.edit(text=quick)
     tiny.post("compile")
     shown = tiny.until(lambda state: not state["compile"]["running"])
     assert shown["compile"]["error"] is None and shown["compile"]["for_version"] == shown["version"]
-    report = api.explain("tiny", "tp8", "cpu:8")
+    report = api.explain("tiny", api.rules_file.from_text(quick, "rules/tp8.yaml"), "cpu:8")
     sent = next(one for one in shown["headline"]["figures"] if one["name"] == "sent_bytes")
     assert sent["compiled"]["value"] == report.sent_bytes
     assert shown["headline"]["memory"]["compiled"]["peak_bytes"] == report.memory.peak_bytes
@@ -147,7 +149,7 @@ def test_compiled_figures_are_those_of_explain_and_an_edit_stops_a_compilation(t
         one.path: one.bytes_per_device for one in report.arrays
     }
     assert "tiny under tp8" in tiny.http.get("/report").text
-    assert tiny.edit(text=TP8 + "remat: block\n")["headline"]["memory"]["compiled"] is None
+    assert tiny.edit(text=quick + "remat: block\n")["headline"]["memory"]["compiled"] is None
 
 
 def test_a_search_gives_points_as_they_come_and_any_of_them_is_loaded(tiny):
