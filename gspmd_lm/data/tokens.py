@@ -1,6 +1,7 @@
 """Tokens that were made of a source once: a folder of shards, or several, and the manifest that says what is in it."""
 
 import dataclasses
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 
 from gspmd_lm import files
 from gspmd_lm.config import Data
+from gspmd_lm.data import formats
 from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.corpus import list_names
 from gspmd_lm.data.folders import Folder
@@ -156,9 +158,9 @@ def _find(path: str, place: str) -> tuple[Folder, dict[str, Any]] | None:
     """The folder of tokens at a path or an address, and its manifest; None if there is none."""
     if not files.is_remote(path):
         path = str(Path(path).expanduser())
-        if not Path(path, MANIFEST).is_file():
+        if not os.path.isfile(os.path.join(path, MANIFEST)):  # a name that is too long is none, and no error
             return None
-    elif any(character in path for character in "*?["):
+    elif any(character in path for character in "*?[") or formats.format_of(Path(path)):
         return None
     folder = Folder(path, place)
     manifest = read_manifest(folder)
