@@ -297,8 +297,17 @@ class _Work:
             self.folder.write(each, content)
         sha256, sizes_sha256 = (hashlib.sha256(content).hexdigest() for content in contents.values())
         sizes_bytes = len(contents[tokens.sizes_name(name)])
-        return {"name": name, "tokens": len(stream), "documents": len(sizes), "ends": ends, "cut": cut,
-                "sha256": sha256, "sizes_bytes": sizes_bytes, "sizes_sha256": sizes_sha256}  # fmt: skip
+        return {
+            "name": name,
+            "tokens": len(stream),
+            "documents": len(sizes),
+            "ends": ends,
+            "cut": cut,
+            "tokens_sha256": hashlib.sha256(stream.data).hexdigest(),
+            "sha256": sha256,
+            "sizes_bytes": sizes_bytes,
+            "sizes_sha256": sizes_sha256,
+        }
 
     def _held_out_limits(self) -> tuple[int, np.ndarray]:
         """The largest hash of a document that is held out (-1: none is), and the hashes of the files for evaluation."""

@@ -1,6 +1,8 @@
 """Tokens that were made of a source once: a folder of shards, or several, and the manifest that says what is in it."""
 
 import dataclasses
+import hashlib
+import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -113,11 +115,17 @@ def open_folder(folder: Folder, manifest: Mapping[str, Any]) -> Tokens:
         splits[-1],
         manifest["description"],
         manifest["notes"],
-        manifest["plan"],
+        _content_sum(manifest),
         *(manifest[key] for key in COUNTS),
         tuple(manifest["classes"]),
         manifest["held_out"] is None,
     )
+
+
+def _content_sum(manifest: Mapping[str, Any]) -> str:
+    """A sha256 that is equal for equal tokens in equal shards, wherever they lie and of whatever they were made."""
+    facts = [[(shard["tokens"], shard["tokens_sha256"]) for shard in split["shards"]] for split in manifest["splits"]]
+    return hashlib.sha256(json.dumps([manifest["dtype"], manifest["classes"], facts]).encode()).hexdigest()[:24]
 
 
 def sizes_name(shard: str) -> str:
@@ -194,7 +202,7 @@ def open_tokens(data: Data, folders: Sequence[tuple[Folder, Mapping[str, Any]]],
         "; ".join(f"tokens in {folder.address} of {one.description}"
                   for (folder, _), one in zip(folders, opened, strict=True)),
         "\n".join(filter(None, (one.notes for one in opened))) + "".join(_say_changes(folder) for folder, _ in folders),
-        "-".join(one.fingerprint[:16] for one in opened),
+        "-".join(one.fingerprint for one in opened),
         *(sum(getattr(one, key) for one in opened) for key in COUNTS),
         first.classes,
         bool(data.held_out_sources) or first.has_own_held_out,
