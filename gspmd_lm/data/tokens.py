@@ -111,14 +111,14 @@ def open_folder(folder: Folder, manifest: Mapping[str, Any]) -> Tokens:
         totals = {key: sum(facts[key] for facts in split["shards"]) for key in ("ends", "cut")}
         splits.append(TokenSplit(split["of"], split["weight"], Shards(shards, dtype), **totals))
     return Tokens(
-        tuple(splits[:-1]),
-        splits[-1],
-        manifest["description"],
-        manifest["notes"],
-        _content_sum(manifest),
-        *(manifest[key] for key in COUNTS),
-        tuple(manifest["classes"]),
-        manifest["held_out"] is None,
+        train=tuple(splits[:-1]),
+        held_out=splits[-1],
+        description=manifest["description"],
+        notes=manifest["notes"],
+        fingerprint=_content_sum(manifest),
+        classes=tuple(manifest["classes"]),
+        has_own_held_out=manifest["held_out"] is None,
+        **{key: manifest[key] for key in COUNTS},
     )
 
 
@@ -196,17 +196,18 @@ def open_tokens(data: Data, folders: Sequence[tuple[Folder, Mapping[str, Any]]],
             f"data.source: {folders[0][0].address} and the others have other classes\n"
             "  fix   make the tokens of all sources together"
         )
+    named = [(folder.address, one) for (folder, _), one in zip(folders, opened, strict=True)]
+    notes = [one.notes for one in opened] + [_say_changes(folder) for folder, _ in folders]
     return Tokens(
-        train,
-        _held_out(data, folders, opened, encoder),
-        "; ".join(f"tokens in {folder.address} of {one.description}"
-                  for (folder, _), one in zip(folders, opened, strict=True)),
-        "\n".join(filter(None, (one.notes for one in opened))) + "".join(_say_changes(folder) for folder, _ in folders),
-        "-".join(one.fingerprint for one in opened),
-        *(sum(getattr(one, key) for one in opened) for key in COUNTS),
-        first.classes,
-        bool(data.held_out_sources) or first.has_own_held_out,
-    )  # fmt: skip
+        train=train,
+        held_out=_held_out(data, folders, opened, encoder),
+        description="; ".join(f"tokens in {address} of {one.description}" for address, one in named),
+        notes="\n".join(filter(None, notes)),
+        fingerprint="-".join(one.fingerprint for one in opened),
+        classes=first.classes,
+        has_own_held_out=bool(data.held_out_sources) or first.has_own_held_out,
+        **{key: sum(getattr(one, key) for one in opened) for key in COUNTS},
+    )
 
 
 def _say_changes(folder: Folder) -> str:
@@ -218,7 +219,7 @@ def _say_changes(folder: Folder) -> str:
     changed = [path for path, version in found if path.is_file() and file_version(path) != version]
     if not changed:
         return ""
-    return f"\nwarning: changed since the tokens in {folder.address} were made: {list_names(changed)}"
+    return f"warning: changed since the tokens in {folder.address} were made: {list_names(changed)}"
 
 
 def _join(splits: Sequence[TokenSplit], name: str, weight: float | None) -> TokenSplit:
