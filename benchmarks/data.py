@@ -200,7 +200,9 @@ def reading(at: Path) -> list[dict[str, Any]]:
 
     def by_grain() -> None:
         for start in range(0, len(places), BATCH):
-            found = records.__getitems__([int(one) for one in places[start : start + BATCH]])
+            found = records.__getitems__(  # pyright: ignore[reportAttributeAccessIssue]
+                [int(one) for one in places[start : start + BATCH]]
+            )
             assert all(len(np.frombuffer(one, "<u2")) for one in found)
 
     def by_shards() -> None:

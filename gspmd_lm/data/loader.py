@@ -121,18 +121,20 @@ class Loader:
 
         parts = self.rows.parts if isinstance(self.rows, packing.Joined) else [self.rows]
         is_far = any(not isinstance(part, media.Rows) and part.stream.is_far for part in parts)
-        reads = _FAR_READS if is_far else 1
-        return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place, reads)
+        threads = _FAR_READS if is_far else 1
+        return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place, threads)
 
 
 def ahead(
-    start: int, stop: int, read: Callable[[int], Any], place: Callable[[Any], dict[str, jax.Array]], reads: int = 1
+    start: int, stop: int, read: Callable[[int], Any], place: Callable[[Any], dict[str, jax.Array]], threads: int = 1
 ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
-    """Pairs of a step and its arrays. So many threads as `reads` says read ahead, each a batch. `place` brings what was
+    """Pairs of a step and its arrays. So many `threads` read ahead, each a batch. `place` brings what was
     read to the devices.
     """
     steps = grain.MapDataset.range(start, max(start, stop)).map(lambda step: (step, read(step)))
-    reads = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=reads, prefetch_buffer_size=max(reads, _AHEAD))))
+    reads = iter(
+        steps.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, _AHEAD)))
+    )
     try:
         for step, found in reads:
             yield step, place(found)

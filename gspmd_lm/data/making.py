@@ -220,8 +220,9 @@ class _Work:
         """Makes the shards of a unit, and returns its note."""
         made = {name: _Made() for name in self.splits}
         counts = dict.fromkeys((*COUNTS, "documents", "document_bytes"), 0)
-        is_text = isinstance(self.encoder, Tokenizer)
-        spelled = self.encoder.spelled_end or END_OF_TEXT.encode() if is_text else b""
+        spelled = b""  # what is told of if it stands in a text and ends nothing
+        if isinstance(self.encoder, Tokenizer):
+            spelled = self.encoder.spelled_end or END_OF_TEXT.encode()
         replaced_before = self.encoder.replaced_bytes
         up_to, apart = self._held_out_limits()
         notes = self.source.notes_of_read or FileNotes()
@@ -242,7 +243,7 @@ class _Work:
                         self._end(made)
                 counts["left_out"] += is_left_out
                 counts["spelled_ends"] += len(each) - 1
-                counts["spelled_texts"] += is_text and len(each) == 1 and spelled in document
+                counts["spelled_texts"] += len(each) == 1 and spelled != b"" and spelled in document
                 counts["documents"] += 1
                 counts["document_bytes"] += len(document)
             for one in made.values():
@@ -297,8 +298,17 @@ class _Work:
             self.folder.write(each, content)
         sha256, sizes_sha256 = (hashlib.sha256(content).hexdigest() for content in contents.values())
         sizes_bytes = len(contents[tokens.sizes_name(name)])
-        return {"name": name, "tokens": len(stream), "documents": len(sizes), "ends": ends, "cut": cut,
-                "sha256": sha256, "sizes_bytes": sizes_bytes, "sizes_sha256": sizes_sha256}  # fmt: skip
+        return {
+            "name": name,
+            "tokens": len(stream),
+            "documents": len(sizes),
+            "ends": ends,
+            "cut": cut,
+            "tokens_sha256": hashlib.sha256(stream.data).hexdigest(),
+            "sha256": sha256,
+            "sizes_bytes": sizes_bytes,
+            "sizes_sha256": sizes_sha256,
+        }
 
     def _held_out_limits(self) -> tuple[int, np.ndarray]:
         """The largest hash of a document that is held out (-1: none is), and the hashes of the files for evaluation."""

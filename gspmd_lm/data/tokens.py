@@ -1,6 +1,9 @@
 """Tokens that were made of a source once: a folder of shards, or several, and the manifest that says what is in it."""
 
 import dataclasses
+import hashlib
+import json
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +13,7 @@ import numpy as np
 
 from gspmd_lm import files
 from gspmd_lm.config import Data
+from gspmd_lm.data import formats
 from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.corpus import list_names
 from gspmd_lm.data.folders import Folder
@@ -107,15 +111,21 @@ def open_folder(folder: Folder, manifest: Mapping[str, Any]) -> Tokens:
         totals = {key: sum(facts[key] for facts in split["shards"]) for key in ("ends", "cut")}
         splits.append(TokenSplit(split["of"], split["weight"], Shards(shards, dtype), **totals))
     return Tokens(
-        tuple(splits[:-1]),
-        splits[-1],
-        manifest["description"],
-        manifest["notes"],
-        manifest["plan"],
-        *(manifest[key] for key in COUNTS),
-        tuple(manifest["classes"]),
-        manifest["held_out"] is None,
+        train=tuple(splits[:-1]),
+        held_out=splits[-1],
+        description=manifest["description"],
+        notes=manifest["notes"],
+        fingerprint=_content_sum(manifest),
+        classes=tuple(manifest["classes"]),
+        has_own_held_out=manifest["held_out"] is None,
+        **{key: manifest[key] for key in COUNTS},
     )
+
+
+def _content_sum(manifest: Mapping[str, Any]) -> str:
+    """A sha256 that is equal for equal tokens in equal shards, wherever they lie and of whatever they were made."""
+    facts = [[(shard["tokens"], shard["tokens_sha256"]) for shard in split["shards"]] for split in manifest["splits"]]
+    return hashlib.sha256(json.dumps([manifest["dtype"], manifest["classes"], facts]).encode()).hexdigest()[:24]
 
 
 def sizes_name(shard: str) -> str:
@@ -156,9 +166,9 @@ def _find(path: str, place: str) -> tuple[Folder, dict[str, Any]] | None:
     """The folder of tokens at a path or an address, and its manifest; None if there is none."""
     if not files.is_remote(path):
         path = str(Path(path).expanduser())
-        if not Path(path, MANIFEST).is_file():
+        if not os.path.isfile(os.path.join(path, MANIFEST)):  # a name that is too long is none, and no error
             return None
-    elif any(character in path for character in "*?["):
+    elif any(character in path for character in "*?[") or formats.format_of(Path(path)):
         return None
     folder = Folder(path, place)
     manifest = read_manifest(folder)
@@ -186,17 +196,18 @@ def open_tokens(data: Data, folders: Sequence[tuple[Folder, Mapping[str, Any]]],
             f"data.source: {folders[0][0].address} and the others have other classes\n"
             "  fix   make the tokens of all sources together"
         )
+    named = [(folder.address, one) for (folder, _), one in zip(folders, opened, strict=True)]
+    notes = [one.notes for one in opened] + [_say_changes(folder) for folder, _ in folders]
     return Tokens(
-        train,
-        _held_out(data, folders, opened, encoder),
-        "; ".join(f"tokens in {folder.address} of {one.description}"
-                  for (folder, _), one in zip(folders, opened, strict=True)),
-        "\n".join(filter(None, (one.notes for one in opened))) + "".join(_say_changes(folder) for folder, _ in folders),
-        "-".join(one.fingerprint[:16] for one in opened),
-        *(sum(getattr(one, key) for one in opened) for key in COUNTS),
-        first.classes,
-        bool(data.held_out_sources) or first.has_own_held_out,
-    )  # fmt: skip
+        train=train,
+        held_out=_held_out(data, folders, opened, encoder),
+        description="; ".join(f"tokens in {address} of {one.description}" for address, one in named),
+        notes="\n".join(filter(None, notes)),
+        fingerprint="-".join(one.fingerprint for one in opened),
+        classes=first.classes,
+        has_own_held_out=bool(data.held_out_sources) or first.has_own_held_out,
+        **{key: sum(getattr(one, key) for one in opened) for key in COUNTS},
+    )
 
 
 def _say_changes(folder: Folder) -> str:
@@ -208,7 +219,7 @@ def _say_changes(folder: Folder) -> str:
     changed = [path for path, version in found if path.is_file() and file_version(path) != version]
     if not changed:
         return ""
-    return f"\nwarning: changed since the tokens in {folder.address} were made: {list_names(changed)}"
+    return f"warning: changed since the tokens in {folder.address} were made: {list_names(changed)}"
 
 
 def _join(splits: Sequence[TokenSplit], name: str, weight: float | None) -> TokenSplit:

@@ -100,6 +100,8 @@ def test_rows_are_those_that_the_source_gives(records, kind):
         steps = range(2 if side else 3)
         texts = _rows(source, steps, side, held_out=0.1, **settings)
         assert _equal(texts, _rows("made", steps, side, held_out=0.1, **settings)) and len(texts[0]) > 3
+    opened = [loader.open_loaders(_config(name, held_out=0.1, **settings))[0] for name in (source, "made")]
+    assert opened[0].fingerprint == opened[1].fingerprint, "a run that goes on with tokens reads the same"
 
 
 @pytest.mark.parametrize("kind", ["conversations", "labels", "pairs"])
