@@ -253,20 +253,23 @@ def _matmul_rate(dtype: str, shape: tuple[int, int, int, int]) -> MatmulRate:
 def measure_bandwidths(platform: str, gap_s: float, memory_bytes: int) -> list[Bandwidth]:
     """The bytes/s of operations that read and write arrays of several sizes, each of its own.
 
-    A program's arrays are rarely still in the cache that is nearest, so the arrays together have WORKING_SET_BYTES.
+    A program's arrays are rarely still in the nearest cache, so that the arrays together have WORKING_SET_BYTES.
     """
 
     @jax.jit
-    def run(xs: list[jax.Array]) -> list[jax.Array]:
-        return [x + 1 for x in xs]
+    def run(x: jax.Array) -> jax.Array:
+        def add(row: jax.Array, x: jax.Array) -> jax.Array:
+            changed = jax.lax.dynamic_index_in_dim(x, row, keepdims=False) + 1
+            return jax.lax.dynamic_update_index_in_dim(x, changed, row, 0)
+
+        return jax.lax.fori_loop(0, len(x), add, x)
 
     found = []
     for moved_bytes in MOVED_BYTES["cpu" if platform == "cpu" else "other"]:
-        if moved_bytes > memory_bytes / 4:
+        if moved_bytes > memory_bytes / 8:
             break
-        count = max(2, min(64, WORKING_SET_BYTES // moved_bytes))
-        xs = [jnp.zeros(moved_bytes // 8, jnp.float32) for _ in range(count)]
-        seconds = time_s(Program(run, (xs,), count))
+        count = max(2, WORKING_SET_BYTES // moved_bytes)
+        seconds = time_s(Program(run, (jnp.zeros((count, moved_bytes // 8), jnp.float32),), count))
         found.append(Bandwidth(moved_bytes, moved_bytes / max(seconds - gap_s, seconds / 8)))
     return found
 
