@@ -33,18 +33,45 @@ from gspmd_lm.hardware.chips import (
 # of several sizes, few rows, and the small products of attention.
 MATMULS = {
     "cpu": (
-        (1, 2048, 128, 384), (1, 2048, 384, 128), (1, 384, 2048, 128), (1, 128, 2048, 128), (1, 2048, 128, 128),
-        (1, 256, 256, 256), (1, 512, 512, 512), (1, 1024, 1024, 1024), (1, 1024, 256, 1024), (1, 1024, 1024, 256),
-        (1, 256, 1024, 1024), (1, 1024, 64, 256), (1, 1024, 256, 64), (1, 64, 1024, 256), (1, 16, 512, 512),
-        (1, 2048, 256, 256), (1, 256, 2048, 512), (64, 128, 16, 128), (64, 128, 128, 16), (64, 16, 128, 128),
-        (16, 256, 64, 256), (16, 256, 256, 64), (16, 64, 256, 256), (8, 128, 64, 128), (8, 64, 256, 128),
+        (1, 2048, 128, 384),
+        (1, 2048, 384, 128),
+        (1, 384, 2048, 128),
+        (1, 128, 2048, 128),
+        (1, 2048, 128, 128),
+        (1, 256, 256, 256),
+        (1, 512, 512, 512),
+        (1, 1024, 1024, 1024),
+        (1, 1024, 256, 1024),
+        (1, 1024, 1024, 256),
+        (1, 256, 1024, 1024),
+        (1, 1024, 64, 256),
+        (1, 1024, 256, 64),
+        (1, 64, 1024, 256),
+        (1, 16, 512, 512),
+        (1, 2048, 256, 256),
+        (1, 256, 2048, 512),
+        (64, 128, 16, 128),
+        (64, 128, 128, 16),
+        (64, 16, 128, 128),
+        (16, 256, 64, 256),
+        (16, 256, 256, 64),
+        (16, 64, 256, 256),
+        (8, 128, 64, 128),
+        (8, 64, 256, 128),
     ),
     "other": (
         *((1, side, side, side) for side in (512, 1024, 2048, 4096, 8192)),
-        (1, 8192, 4096, 14336), (1, 8192, 14336, 4096), (1, 4096, 8192, 14336), (1, 8192, 1024, 4096),
-        (1, 8192, 4096, 1024), (1, 8, 4096, 14336), (1, 64, 4096, 14336), (32, 2048, 128, 2048), (32, 2048, 2048, 128),
+        (1, 8192, 4096, 14336),
+        (1, 8192, 14336, 4096),
+        (1, 4096, 8192, 14336),
+        (1, 8192, 1024, 4096),
+        (1, 8192, 4096, 1024),
+        (1, 8, 4096, 14336),
+        (1, 64, 4096, 14336),
+        (32, 2048, 128, 2048),
+        (32, 2048, 2048, 128),
     ),
-}  # fmt: skip
+}
 DTYPES = {"cpu": ("float32", "bfloat16"), "other": ("bfloat16", "float32", "int8")}
 MOVED_BYTES = {"cpu": (2**16, 2**19, 2**22, 2**25, 2**28), "other": (2**20, 2**24, 2**28, 2**31)}
 COLLECTIVE_BYTES = (2**10, 2**14, 2**18, 2**22, 2**25)
@@ -253,20 +280,23 @@ def _matmul_rate(dtype: str, shape: tuple[int, int, int, int]) -> MatmulRate:
 def measure_bandwidths(platform: str, gap_s: float, memory_bytes: int) -> list[Bandwidth]:
     """The bytes/s of operations that read and write arrays of several sizes, each of its own.
 
-    A program's arrays are rarely still in the cache that is nearest, so the arrays together have WORKING_SET_BYTES.
+    A program's arrays are rarely still in the nearest cache, so that the arrays together have WORKING_SET_BYTES.
     """
 
     @jax.jit
-    def run(xs: list[jax.Array]) -> list[jax.Array]:
-        return [x + 1 for x in xs]
+    def run(x: jax.Array) -> jax.Array:
+        def add(row: jax.Array, x: jax.Array) -> jax.Array:
+            changed = jax.lax.dynamic_index_in_dim(x, row, keepdims=False) + 1
+            return jax.lax.dynamic_update_index_in_dim(x, changed, row, 0)
+
+        return jax.lax.fori_loop(0, len(x), add, x)
 
     found = []
     for moved_bytes in MOVED_BYTES["cpu" if platform == "cpu" else "other"]:
-        if moved_bytes > memory_bytes / 4:
+        if moved_bytes > memory_bytes / 8:
             break
-        count = max(2, min(64, WORKING_SET_BYTES // moved_bytes))
-        xs = [jnp.zeros(moved_bytes // 8, jnp.float32) for _ in range(count)]
-        seconds = time_s(Program(run, (xs,), count))
+        count = max(2, WORKING_SET_BYTES // moved_bytes)
+        seconds = time_s(Program(run, (jnp.zeros((count, moved_bytes // 8), jnp.float32),), count))
         found.append(Bandwidth(moved_bytes, moved_bytes / max(seconds - gap_s, seconds / 8)))
     return found
 

@@ -8,7 +8,7 @@ import pytest
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import calibration, hlo
-from gspmd_lm.foresight.timing import cpu_fusions, op_time
+from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import Bandwidth, MatmulRate, reading
 from tests.foresight import calibrated_here
@@ -35,7 +35,9 @@ def test_what_is_written_is_read_again(chip):
     kinds = {one.kind for one in found.collective_times}
     assert kinds == {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
     assert {one.devices for one in found.collective_times} == {2, 4}
-    assert found.peak_f32_flops_per_s == pytest.approx(max(one.flops_per_s for one in found.matmul_rates), rel=1e-3)
+    assert found.peak_f32_flops_per_s == pytest.approx(
+        max(one.flops_per_s for one in found.matmul_rates if one.dtype == "f32"), rel=1e-3
+    )
     assert "calibrated on 20" in found.note and f"jax {jax.__version__}" in found.note
     assert 1e-8 <= found.kernel_gap_s < 1e-2 and {"add", "exponential", "scatter"} <= found.element_rates.keys()
 
@@ -59,19 +61,20 @@ def test_a_matmul_takes_its_flops_over_the_rate_that_was_measured(chip):
 
 def test_other_operations_take_their_arithmetic_or_their_bytes(chip):
     rates = {"add": 1e9, "exponential": 1e8, "transpose": 1e7, "reduce": 5e8, "reduce columns": 1e8, "gather": 1e8}
-    found = dataclasses.replace(reading.read_chip(chip[1]), element_rates=rates, bandwidths=(Bandwidth(1, 1e15),))
+    found = dataclasses.replace(
+        reading.read_chip(chip[1]), element_rates=rates, bandwidths=(Bandwidth(1, 1e15),), kernel_gap_s=1e-12
+    )
     x = jnp.ones((256, 128))
 
-    def seconds(function, *arguments):
-        return sum(cpu_fusions.seconds(one, found) for one in compiled(function, *arguments).operations)
+    def seconds(function, chip=found):
+        return sum(op_time.op_time(one, chip).seconds for one in compiled(function, x).operations)
 
-    assert seconds(lambda x: jnp.exp(x) + 1, x) == pytest.approx(x.size * (1 / 1e8 + 1 / 1e9), rel=0.01)
-    assert seconds(lambda x: x.T + 1, x) == pytest.approx(x.size * (1 / 1e7 + 1 / 1e9), rel=0.01)
-    assert seconds(lambda x: x.sum(1), x) == pytest.approx(x.size / 5e8, rel=0.1)
-    assert seconds(lambda x: x.sum(0), x) == pytest.approx(x.size / 1e8, rel=0.1)
+    assert seconds(lambda x: jnp.exp(x) + 1) == pytest.approx(x.size * (1 / 1e8 + 1 / 1e9), rel=0.01)
+    assert seconds(lambda x: x.T + 1) == pytest.approx(x.size * (1 / 1e7 + 1 / 1e9), rel=0.01)
+    assert seconds(lambda x: x.sum(1)) == pytest.approx(x.size / 5e8, rel=0.1)
+    assert seconds(lambda x: x.sum(0)) == pytest.approx(x.size / 1e8, rel=0.1)
     slow = dataclasses.replace(found, bandwidths=(Bandwidth(1, 1e6),))
-    (one,) = (one for one in compiled(lambda x: x + 1, x).operations if one.opcode not in ("parameter", "constant"))
-    assert cpu_fusions.seconds(one, slow) == pytest.approx(one.moved_bytes.total() / 1e6)
+    assert seconds(lambda x: x + 1, slow) == pytest.approx(2 * x.nbytes / 1e6)
 
 
 def test_explain_and_plan_use_what_was_measured_and_say_so(chip, monkeypatch):
