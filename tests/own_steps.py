@@ -92,6 +92,11 @@ def calls_python(devices):
     )
 
 
+def repeats(devices):
+    whole = Shape((ROWS, WIDTH), jnp.float32, sharding=NamedSharding(mesh_of(devices), P()))
+    return jax.jit(lambda x: x @ x.T).trace(whole)
+
+
 def asks_where_it_runs(devices):
     """Rows that are gathered on a TPU alone, as libraries choose by these questions."""
     on_tpu = jax.default_backend() == jax.devices()[0].platform == "tpu" and jax.device_count() == len(devices)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
+from gspmd_lm.foresight.collectives.tensors import REDUCTIONS
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
@@ -58,6 +59,7 @@ def warnings(
         *_find_unpriced(predicted),
         *_above_floor(report),
         *_reshards(rules, moved, looked_up),
+        *_find_cache_moves(moved_cache(config, report)),
         *_slow_links(config.model.layers if config else 1, rules, moved),
         *_bubble(rules),
         *_find_unfused(fused, predicted),
@@ -74,6 +76,29 @@ def warnings(
         ),
         *(Finding(problem.code, problem.message, problem.fix) for problem in problems),
     )
+
+
+def moved_cache(config: Config | None, report: Report) -> list[Collective]:
+    """The collectives of a decode step that move keys or values of all tokens so far, and not of the new ones."""
+    if config is None or report.phase != "decode":
+        return []
+    of_one_head = config.data.batch * config.data.seq * config.model.head_dim
+    weights = {array.path for array in report.arrays if array.at_rest is not None}
+    whole = [one for one in report.collectives if one.in_loop and one.elements >= of_one_head]
+    return [one for one in whole if one.kind not in REDUCTIONS and weights.isdisjoint(one.op.split("+"))]
+
+
+def _find_cache_moves(moves: Sequence[Collective]) -> Iterator[Finding]:
+    if moves:
+        sent = sum(one.bytes_per_device_per_step for one in moves)
+        axes = "+".join(dict.fromkeys(axis for one in moves for axis in one.mesh_axes))
+        rows = ", ".join(dict.fromkeys(row for one in moves for row in one.rules))
+        yield Finding(
+            "cache-moves",
+            f"each token's step moves {human_bytes(sent)} of the cache over {axes}, because of {rows}: queries and "
+            "outputs of attention are far smaller",
+            "split q, k, v and attention_out as the cache is, or leave the cache as attention reads it",
+        )
 
 
 def advise_on_step(

@@ -189,6 +189,14 @@ def test_a_step_that_calls_python_is_explained_without_it(name, called, target):
     assert re.search(rf"counted: {called} at \S*own_steps.py:\d+, in tests.own_steps:{name}$", found.message)
 
 
+def test_products_that_are_computed_for_nothing_are_a_warning(descent):
+    """`repeats` has rows that no mesh axis splits, so all devices multiply all of them."""
+    report = gspmd_lm.explain(own_steps.repeats, target="cpu:8")
+    (found,) = [one for one in report.warnings if one.code == "needless-products"]
+    assert re.match(r"a device computes 8.0 times .* tests/own_steps.py:\d+ has 100% of them", found.message)
+    assert all(one.code != "needless-products" for one in descent.warnings)
+
+
 def test_a_step_is_traced_as_on_its_target():
     here, there = (gspmd_lm.explain(own_steps.asks_where_it_runs, target=target) for target in ("cpu:8", "v5e:2x4"))
     assert here.sent_bytes == 0 and there.sent_bytes == 4 * ROWS * WIDTH * 3 // 4

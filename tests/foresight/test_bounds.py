@@ -9,7 +9,6 @@ import pytest
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm.config import LatentAttention, Lora, Patches, Queries, Vision, with_values
-from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.bounds import necessary_flops, step_flops, training_bounds
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
@@ -374,7 +373,7 @@ def test_of_a_program_per_device_each_piece_counts_and_what_is_computed_again_do
     on_devices = jax.shard_map(gradient, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=False)
     for function in (gradient, on_devices):
         made = jax.make_jaxpr(function)(np.ones((4, 8)), np.ones((8, 8)))
-        assert equations.model_flops(made.jaxpr) == 2 * 2 * 4 * 8 * 8
+        assert read_step(made, mesh=mesh.shape).model_flops == 2 * 2 * 4 * 8 * 8
 
 
 def test_of_a_mixture_only_the_chosen_experts_count():

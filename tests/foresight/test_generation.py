@@ -28,7 +28,8 @@ def report_of(cache):
     def make(rules, phase, where="cpu:8", config=CONFIG, **changes):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GSPMD_LM_CACHE", str(cache.parent))
-            layout = dataclasses.replace(rules_file.load(rules), **{"compiler_options": {"cpu": QUICK}} | changes)
+            loaded = rules_file.load(rules) if isinstance(rules, str) else rules
+            layout = dataclasses.replace(loaded, **{"compiler_options": {"cpu": QUICK}} | changes)
             (found,) = explain.reports(decoder.task(config), [layout], target.parse(where), phase=phase)
         return found
 
@@ -47,6 +48,19 @@ def test_what_is_sent_is_the_floor(report_of, rules, phase):
     sent = sum(one.bytes_per_device_per_step for one in found.collectives)
     assert found.phase == phase and found.tokens == (8 if phase == "decode" else 8 * 64)
     assert sent == pytest.approx(found.floor.communication_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("axis", ["batch", pytest.param("kv_seq", marks=pytest.mark.slow)])
+def test_a_cache_that_is_moved_for_each_token_is_a_warning_and_no_floor(report_of, axis):
+    """Of one key head: its rows or tokens are split over devices, whose queries are split by heads."""
+    model = dataclasses.replace(CONFIG.model, kv_heads=1)
+    config = dataclasses.replace(CONFIG, model=model, data=dataclasses.replace(CONFIG.data, seq=256))
+    raw = {"mesh": {"tensor": 8}, "rules": {"vocab": "tensor", "heads": "tensor", "mlp": "tensor"}}
+    for rows, moves in ({f"cache.{axis}": "tensor"}, True), ({}, False):
+        layout = rules_file.from_dict({**raw, "rules": raw["rules"] | rows}, "here.yaml")
+        found = report_of(layout, "decode", config=config)
+        assert ("cache-moves" in [one.code for one in found.warnings]) == moves
+        assert ("the cache is moved" in found.floor.estimated_because) == moves
 
 
 def test_a_tensor_parallel_decode_step_reduces_twice_per_layer_and_holds_its_part_of_the_cache(report_of):

@@ -15,9 +15,9 @@ from gspmd_lm.config import (
     Windows,
 )  # fmt: skip
 from gspmd_lm.config.windows import Level
-from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.bounds import seen_share, step_flops
 from gspmd_lm.foresight.graph import DataflowGraph
+from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
@@ -119,7 +119,7 @@ def keys_seen(config):
 )
 def test_they_are_those_of_the_trace_without_keys_that_no_token_sees(small, built, name):
     config = small(**{"layers": 2} | SETTINGS[name])
-    traced = equations.model_flops(equations.live(trace_gradients(built(config, "single")).jaxpr.jaxpr))
+    traced = read_step(trace_gradients(built(config, "single")).jaxpr).model_flops
     model, data = config.model, config.data
     seen = [min(t + 1, layer.attention.window or data.seq) for layer in model.each_layer for t in range(data.seq)]
     unseen_keys = data.seq * model.layers - sum(seen) / data.seq if model.attention.mask == "causal" else 0

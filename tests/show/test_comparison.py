@@ -8,6 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
+from gspmd_lm.foresight.bounds import checked_bounds
 from gspmd_lm.show import comparison, report, terminal
 from gspmd_lm.show.document import Findings, Notes, Pair, Table, Text
 from gspmd_lm.units import human_bytes, human_count, human_seconds, plural
@@ -42,6 +43,28 @@ def test_where_the_time_goes_adds_up():
     assert sum(part.amount for part in found) == pytest.approx(sample.PREDICTION.step_time_s)
     assert [part.label for part in found if part.kind == "wait"] == ["waiting for tensor", "waiting for fsdp"]
     assert report.time_parts(sample.CPU) == []
+
+
+def test_a_program_that_sends_less_than_its_floor_has_none():
+    def checked(least):
+        report_of = dataclasses.replace(
+            sample.LLAMA, floor=dataclasses.replace(sample.LLAMA.floor, communication_bytes=least)
+        )
+        return checked_bounds(report_of.floor, report_of.above_floor)
+
+    sent = sample.LLAMA.sent_bytes
+    assert not checked(sent).estimated_because and not checked(sent // 2).estimated_because
+    assert checked(2 * sent).estimated_because == "the compiled program sends 0.50 times as much"
+
+
+def test_what_has_no_price_stands_in_the_headline():
+    (words,) = [words for name, words in report.summary(sample.LLAMA) if name == "time"]
+    assert words.startswith("at least 14.9 s a step (nothing is known of how long this takes: custom-call Mystery at")
+    known = dataclasses.replace(sample.LLAMA.prediction, unpriced={}, unpriced_share=0.0)
+    (words,) = [
+        words for name, words in report.summary(dataclasses.replace(sample.LLAMA, prediction=known)) if name == "time"
+    ]
+    assert words.startswith("14.9 s a step, MFU 52.2%")
 
 
 def test_communication_above_the_floor():

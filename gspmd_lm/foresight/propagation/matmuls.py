@@ -88,13 +88,7 @@ def _agree(reader: Reader, product: Product, name: str) -> None:
     side = min(sides, key=costs.__getitem__)
     dimension, other = product.dimension(side, name), product.dimension(1 - side, name)
     assert dimension is not None
-    gathered, exchanged = (_cost_without(reader, product, name, side, kind) for kind in ("all-gather", "all-to-all"))
-    kept = _kept_dimension(reader, product, name, side)
-    if other is None and kept is not None and exchanged < min(gathered, costs[side]):
-        product.dims[side][dimension].remove(name)
-        product.dims[side][kept].append(name)
-        return
-    if other is None and gathered < costs[side]:
+    if other is None and _gathered_cost(reader, product, name, side) < costs[side]:
         product.dims[side][dimension].remove(name)
         return
     partner = product.partner(side, dimension)
@@ -133,20 +127,8 @@ def _cost(reader: Reader, product: Product, name: str, side: int) -> float:
     return cost
 
 
-def _kept_dimension(reader: Reader, product: Product, name: str, side: int) -> int | None:
-    """A dimension of an operand that the result has too, for a mesh axis that splits one over which is summed."""
-    dimension = product.dimension(side, name)
-    if not any(pair[side] == dimension for pair in product.contracted):
-        return None
-    own = (d for at, d in product.result if at == side)
-    return next((d for d in own if product.partner(side, d) is None and _divides(reader, product, name, side, d)), None)
-
-
-def _cost_without(reader: Reader, product: Product, name: str, side: int, kind: str) -> float:
-    """The bytes that are sent if an operand is gathered, or exchanged, over a mesh axis that splits it alone."""
-    if kind == "all-to-all":
-        held = reader.mesh.local_bytes(product.operation.inputs[side], product.operation.operands[side].dims)
-        return total_bytes(reader.mesh.cost(kind, {name}, held))
+def _gathered_cost(reader: Reader, product: Product, name: str, side: int) -> float:
+    """The bytes that are sent if an operand is gathered over a mesh axis that splits it alone."""
     dims = tuple(tuple(each for each in names if each != name) for names in product.dims[side])
     operand = product.operation.operands[side].without_partial_sums()
     return total_bytes(reader.cheapest(product.operation.inputs[side], operand, dims).costs)
