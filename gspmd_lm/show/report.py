@@ -235,9 +235,8 @@ def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]
         else:
             notes.append(("" if notes else "floor, counted", least))
     notes += [("basis", prediction.basis), ("error", prediction.error)]
-    if prediction.unpriced_share:
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in prediction.unpriced.items())
-        notes.append(("not priced", f"{prediction.unpriced_share:.1%} of the program's bytes: {shares}"))
+    if prediction.unpriced_share:  # the warning and the JSON name the operations
+        notes.append(("not priced", f"{prediction.unpriced_share:.1%} of the program's bytes"))
     return notes
 
 

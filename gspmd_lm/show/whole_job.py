@@ -35,9 +35,9 @@ def _row(name: str, course: Course) -> dict[str, Cell | str]:
 
 
 def words(job: WholeJob) -> str:
-    """The time and the price of a job in a sentence."""
-    courses = [course_words(job.on_demand), *([f"on spot {course_words(job.on_spot)}"] if job.on_spot else [])]
-    return f"{plural(job.work.steps, 'step')}: {'; '.join(courses)}"
+    """The time and the price of a job in a line: on spot, where preemptions are known."""
+    where = " on spot" if job.on_spot else ""
+    return f"{plural(job.work.steps, 'step')}{where}: {course_words(job.on_spot or job.on_demand)}"
 
 
 def course_words(course: Course) -> str:
