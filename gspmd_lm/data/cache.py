@@ -68,6 +68,8 @@ def _open(path: Path) -> tokens.Tokens | None:
         damage = tokens.damage(folder, manifest)
         if not damage:
             return tokens.open_folder(folder, manifest)
+    except PermissionError:  # another user keeps it
+        return None
     except InputError as error:
         damage = str(error).partition("\n")[0].removeprefix(f"{path}/")
     if os.access(path, os.W_OK, effective_ids=True):

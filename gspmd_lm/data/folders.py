@@ -37,7 +37,7 @@ class Folder:
         return store, path.rstrip("/")
 
     @functools.cached_property
-    def _opened(self) -> "_OpenFiles":
+    def _files_kept_open(self) -> "_OpenFiles":
         return _OpenFiles()
 
     def path(self, name: str) -> str:
@@ -80,7 +80,7 @@ class Folder:
     def read_spans(self, spans: Sequence[tuple[str, int, int]]) -> list[bytes]:
         """The bytes from one position to before another of files: (name, start, stop). Fewer if a file ends before."""
         if self.is_local:
-            return [self._opened.read(self.path(name), start, stop) for name, start, stop in spans]
+            return [self._files_kept_open.read(self.path(name), start, stop) for name, start, stop in spans]
         store, path = self._store
         with self._naming(f"{spans[0][0]}, ..." if spans else ""):
             names, starts, stops = zip(*spans, strict=True) if spans else ((), (), ())

@@ -156,9 +156,8 @@ def plan_units(source: DocumentSource, splits: Sequence[str]) -> list[Unit]:
 
 def _compare(folder: Folder, there: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
     """Raises InputError if a folder has other tokens than those that are to be made, and says in what they differ."""
-    words = {"format": "format", "source": "source", "encoder": "tokenizer or settings", "held_out": "data.held_out",
-             "units": "source"}  # fmt: skip
-    if differing := [words[key] for key in plan if there.get(key) != plan[key]]:
+    words = {"encoder": "tokenizer or settings", "held_out": "data.held_out", "format": "format"}
+    if differing := [words.get(key, "source") for key in plan if there.get(key) != plan[key]]:
         raise InputError(
             f"{folder.address}: there are tokens with another {differing[0]}\n"
             "  fix   give another folder, or delete this one if its tokens are not needed"
@@ -328,10 +327,8 @@ class _Work:
             left = {one.number for one in self.left}
             before_bytes = sum(one.size_bytes for one in self.units if one.number not in left)
             rate = (self._tokens + made_tokens) / (time.monotonic() - self._began)
-            self.progress(
-                "tokenizing", before_bytes + done_bytes, self.source.size_bytes,
-                f"{rate:,.0f} tokens/s",
-            )  # fmt: skip
+            done_bytes += before_bytes
+            self.progress("tokenizing", done_bytes, self.source.size_bytes, f"{rate:,.0f} tokens/s")
 
 
 def tokens_of_notes(
@@ -343,15 +340,12 @@ def tokens_of_notes(
     found = FileNotes()
     for what, path in ((what, path) for note in notes for what, paths in note["notes"].items() for path in paths):
         found.add(what, Path(path))
-    return {
-        **{key: sum(note[key] for note in notes) for key in counts},
-        "notes": "\n".join(filter(None, (source.notes, str(found)))),
-        "splits": [
-            {"name": name, "of": of[name].name, "weight": of[name].weight,
-             "shards": [note["shards"][name] for note in notes if name in note["shards"]]}
-            for name in splits
-        ],
-    }  # fmt: skip
+    splits_of_notes = []
+    for name in splits:
+        made = [note["shards"][name] for note in notes if name in note["shards"]]
+        splits_of_notes.append({"name": name, "of": of[name].name, "weight": of[name].weight, "shards": made})
+    said = "\n".join(filter(None, (source.notes, str(found))))
+    return {**{key: sum(note[key] for note in notes) for key in counts}, "notes": said, "splits": splits_of_notes}
 
 
 class _Claims:

@@ -198,7 +198,7 @@ def open_source(
     every = [one for paths in (*files_of_groups, held_out) for one in paths]
     if of_record:
         _check_records(data, [path for path, _ in every])
-    read = _hash(every, notes, progress) if uncopied is None else _unhashed(every, notes, uncopied)
+    read = _hash(every, notes, progress) if uncopied is None else _list_files(every, notes, uncopied)
     found = iter(read)
     parts = []
     for group, paths in zip([*groups, data.held_out_sources], [*files_of_groups, held_out], strict=True):
@@ -305,7 +305,7 @@ def _note_oddity(odd: str, name: str, notes: corpus.FileNotes) -> bool:
     return odd in ("", formats.NOT_UTF8)
 
 
-def _unhashed(
+def _list_files(
     files: Sequence[tuple[Path, str]], notes: corpus.FileNotes, far: Mapping[Path, RemoteFile]
 ) -> Iterator[SourceFile | None]:
     """Each file as it is without being read; None for one that is empty."""

@@ -1,6 +1,5 @@
 """Makes a folder of tokens from what a config names, for runs that read it in place of the texts."""
 
-import json
 from pathlib import Path
 
 from gspmd_lm import files
@@ -33,14 +32,14 @@ def tokenize(config: Config, out: str, progress: Progress | None = None) -> list
     source, encoder, made = encoders.open_source(config, progress, hashed=False)
     folder = Folder(out, "--out")
     name = data.tokenizer if data.tokenizer == "bytes" else Path(data.tokenizer).name
-    settings = json.loads(json.dumps({"tokenizer": name, **tokens.describe_settings(data)}))
+    settings = {"tokenizer": name, **tokens.describe_settings(data)}
     making.make_tokens(folder, source, encoder, data.held_out_share, progress, settings)
     if data.tokenizer != "bytes":
         for name, content in special_tokens.files_of(made or tokenizer_path(data.tokenizer)).items():
             folder.write(name, content)
-    paths = {str(file.path.absolute()): file.current_version() for part in source.every for file in part.files
-             if not file.far}  # fmt: skip
-    folder.write(tokens.SOURCE, files.with_sum(paths).encode())
+    here = [file for part in source.every for file in part.files if not file.far]
+    versions = {str(file.path.absolute()): file.current_version() for file in here}
+    folder.write(tokens.SOURCE, files.with_sum(versions).encode())
     manifest = tokens.read_manifest(folder)
     assert manifest
     opened = tokens.open_folder(folder, manifest)
