@@ -93,6 +93,8 @@ def begin(
     devices = startup.devices_of(rules.devices) if devices is None else devices
     folder, console = layout.workdir_path(workdir) if workdir else None, terminal.console(240, stderr)
     session = Session(config, rules.fill(len(devices)), machine, devices, console, folder, chip_file)
+    if chip_file:
+        session.say(f"--chip={chip_file}: {target.read_own_chip(chip_file).note}")
     crossing = mesh.cross_slices(session.rules, mesh.count_slices(devices), session.say)
     session = dataclasses.replace(session, rules=crossing)
     if processes.several():

@@ -99,7 +99,7 @@ def measure_chip(devices: Sequence[Any], name: str, say: Say = lambda _: None) -
     What cannot be measured is that of the known chip of the devices: prices, the topology, cycles of TPU kernels.
     """
     first = devices[0]
-    platform = {"cuda": "gpu", "rocm": "gpu"}.get(first.platform, first.platform)
+    platform: str = {"cuda": "gpu", "rocm": "gpu"}.get(first.platform) or first.platform
     known, local = chip_of(first.device_kind), next(one for one in devices if one.process_index == jax.process_index())
     with jax.default_device(local):
         say("matmuls")
@@ -230,7 +230,8 @@ def time_s(program: Program) -> float:
 
     def run(times: int) -> float:
         began = clock()
-        for _ in range(times):
+        found: Any = None
+        for _ in range(times):  # what a run gives makes room for what the next one does
             found = program.run(*program.arguments)
         jax.block_until_ready(found)
         return clock() - began
@@ -381,8 +382,8 @@ def measure_collectives(devices: Sequence[Any]) -> list[CollectiveTime]:
     for groups in sorted({2, len(devices)} & set(range(2, len(devices) + 1))):
         if len(devices) % groups:
             continue
-        mesh = Mesh(np.reshape(devices, (-1, groups)), ("others", "group"))
-        processes = len({device.process_index for device in mesh.devices[0]})
+        grid = np.reshape(np.asarray(devices), (-1, groups))
+        mesh, processes = Mesh(grid, ("others", "group")), len({device.process_index for device in grid[0]})
         for (kind, step), size_bytes in itertools.product(_exchanges(groups), COLLECTIVE_BYTES):
             seconds = time_s(_collective(mesh, step, size_bytes))
             found.append(CollectiveTime(kind, groups, processes, size_bytes, seconds))

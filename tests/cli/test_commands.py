@@ -12,6 +12,7 @@ import pytest
 
 from gspmd_lm import cli
 from tests import documented
+from tests.foresight import calibrated_here
 from tests.quick import QUICK_FLAGS
 
 # One command in each line, in an order in which each finds what it needs. Together they have every flag of every verb
@@ -31,6 +32,12 @@ explain --program=train.py:step --target=cpu:2 | train.py:step
 explain fsdp8 dp8 --rows --config=small.yaml --target=cpu:8 --json=r.json --html=r.html | - weights.embed: fsdp
 compare dp8 zero1_8 --rows --config=small.yaml --target=v5e:2x4 | + optimizer.embed: data
 plan --config=small.yaml --target=v5e:1x1,h100:1 --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=v5e=2 --price=h100=3/1 --assume=preemptions_per_day=1 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
+calibrate --platform=cpu --devices=8 --out=mine.yaml | wrote mine.yaml: calibrated on 20
+train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --chip=mine.yaml --steps=1 --workdir=runs/c | calibrated on 20
+explain --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=mine:2 --chip=mine.yaml | calibrated on 20
+compare dp8 fsdp8 --rows --config=small.yaml --target=mine:8 --chip=mine.yaml | + weights.embed: fsdp
+plan --config=small.yaml --target=mine:2 --chip=mine.yaml --minutes=0.0001 | 0 compiled
+explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=mine:2 --chip=mine.yaml --json=s.json | wrote s.json
 explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --set model.mlp=32 --port=0 --open --json=s.json | wrote s.json
 explore --program=train.py:step --target=cpu:2 --json=s.json | wrote s.json
 convert --from=ODD --workdir=W --rules=dp2_tp4 --mesh=data=1,tensor=8 --platform=cpu --devices=8 --compile_cache=none --ignore=some_feature | ODD: Llama
@@ -90,6 +97,7 @@ def test_every_flag_is_run():
 
 def test_short_commands(run, tmp_path, monkeypatch):
     monkeypatch.chdir(documented.make_folder(tmp_path / "all"))
+    calibrated_here.shorten(monkeypatch)
     for command, said in lines():
         compiled = QUICK_FLAGS if ".bin" in command else ()  # elsewhere, by a process without the flags of tests
         code, text = run([*shlex.split(command), *compiled])
@@ -159,7 +167,15 @@ def _small(verb, dry, argument):
     if name == "config" and value in SHIPPED and not dry:
         value = CONFIGS.get(value, "small.yaml")
     elif name == "target":
-        value = value if value.startswith("my:") else "cpu:8" if verb != "plan" else "v5e:1x1,h100:1" if "," in value else "v5e:1x1"
+        value = (
+            value
+            if value.startswith("my:")
+            else "cpu:8"
+            if verb != "plan"
+            else "v5e:1x1,h100:1"
+            if "," in value
+            else "v5e:1x1"
+        )
     elif name in ("steps", "train.steps"):
         value = str(max(1, int(value) // 100))  # so that a later command of the page goes on
     value = VALUES.get(f"{name}={value}", VALUES.get(name, value))
