@@ -284,16 +284,17 @@ def _find_unpriced(predicted: Prediction | None) -> Iterator[Finding]:
 def _find_needless_products(report: Report, module: Module | None) -> Iterator[Finding]:
     """Products of devices that compute the same, or of rows with matrices that are not theirs."""
     needed = report.floor.flops
-    done = collections.Counter[str]()
+    done: dict[str, float] = collections.defaultdict(float)
     for one in module.operations if module else ():
         if one.flops and one.name_in_model.phase != "recomputation":
             done[one.source or one.op_name or one.name] += one.flops * one.executions
-    if needed and done.total() > NEEDLESS * needed:
-        place, most = done.most_common(1)[0]
+    total = sum(done.values())
+    if needed and total > NEEDLESS * needed:
+        place = max(done, key=done.__getitem__)
         yield Finding(
             "needless-products",
-            f"a device computes {done.total() / needed:.1f} times the products that are its share; {place} has "
-            f"{most / done.total():.0%} of them",
+            f"a device computes {total / needed:.1f} times the products that are its share; {place} has "
+            f"{done[place] / total:.0%} of them",
             "split what is multiplied there over all mesh axes; jax.lax.ragged_dot multiplies all rows with all "
             "matrices where a chip has no kernel for it",
         )

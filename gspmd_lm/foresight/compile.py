@@ -272,7 +272,7 @@ def _compile(request: CompileRequest, folder: Path) -> None:
             built = any_step.build(config, devices)
             options, facts_of_step, traced, lowered = {**built.options}, built.facts, built.traced, built.lowered
         else:
-            built = _build(request, devices)
+            built = _build(config, request, devices)
             kind = {"train": "trace_train", "prefill": "trace_prefill", "decode": "trace_decode"}[request.phase]
             options, facts_of_step = {**built.options(*built.program_kinds)}, None
             traced = getattr(built, kind)()
@@ -305,12 +305,12 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def _build(request: CompileRequest, devices: Sequence[Any]) -> "Step | GenerationPrograms":
+def _build(config: "Config | Task", request: CompileRequest, devices: Sequence[Any]) -> "Step | GenerationPrograms":
     """The step of a config or task, or the programs of generation. Raises as `_check_sizes`."""
     from gspmd_lm.infer import programs as generation
     from gspmd_lm.train import state, step
 
-    config, rules, platform = request.config, request.rules, request.target.platform
+    rules, platform = request.rules, request.target.platform
     if request.phase == "train":
         arrays = state.arrays_and_warnings(config, rules, platform)[0]
         if request.sizes is not None:

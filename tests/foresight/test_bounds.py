@@ -366,11 +366,12 @@ def test_of_a_program_per_device_each_piece_counts_and_what_is_computed_again_do
         return jax.nn.tanh(x @ w).sum()
 
     def gradient(x, w):
-        return jax.grad(jax.checkpoint(product))(x, w)
+        return jax.value_and_grad(jax.checkpoint(product))(x, w)
 
     mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:8], (4, 2)), ("data", "tensor"))
     split, whole = jax.P("data"), jax.P()
-    on_devices = jax.shard_map(gradient, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=False)
+    on_devices = jax.shard_map(gradient, mesh=mesh, in_specs=(split, whole), out_specs=(whole, split),
+                               check_vma=False)  # fmt: skip
     for function in (gradient, on_devices):
         made = jax.make_jaxpr(function)(np.ones((4, 8)), np.ones((8, 8)))
         assert read_step(made, mesh=mesh.shape).model_flops == 2 * 2 * 4 * 8 * 8

@@ -163,15 +163,16 @@ def test_a_sum_of_devices_that_a_loop_only_adds_up_is_made_once():
         lambda x: jax.lax.psum(x[0], "fsdp"), mesh=MESH, in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec()
     )
 
-    def accumulated(kept, xs):
+    def accumulated(kept, begin, xs):
         def body(total, x):
             summed = jax.checkpoint(local)(x)
             return total + summed, (summed if kept else None)
 
-        return jax.lax.scan(body, jnp.zeros((16,)), xs)
+        return jax.lax.scan(body, begin, xs)
 
-    for kept, times in ((False, 1), (True, 5)):
-        found = reading(functools.partial(accumulated, kept), array((5, FSDP, 16), None, "fsdp"))
+    xs = array((5, FSDP, 16), None, "fsdp")
+    for kept, begin, times in ((False, jnp.zeros(16), 1), (False, array((16,)), 1), (True, jnp.zeros(16), 5)):
+        found = reading(functools.partial(accumulated, kept), begin, xs)
         assert kinds(found) == [("all-reduce", "fsdp", 16 * 4, times)]
 
 

@@ -10,6 +10,7 @@ from gspmd_lm.foresight.equations import called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims
+from gspmd_lm.foresight.propagation.wanted import terms, use_counts
 
 _FIXED_POINT_TURNS = 3  # iterations of a loop after which what it carries has settled, in all programs that were tried
 
@@ -87,7 +88,13 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
         operands = [*operation.operands[:constants], *carried, *slices]
         return reader.read(body, operands, operation.stack)
 
-    carry, results = _settle(reader, begin, enter, iterate)
+    added = {} if once else terms(body, range(carried), use_counts(body))
+    # What is only added to may be a partial sum, whatever it begins with, as where it begins with zeros.
+    only_added = [added.get(var) == n for n, var in enumerate(body.invars[constants:][:carried])]
+    marked = [
+        one._replace(is_constant=one.is_constant or is_sum) for one, is_sum in zip(begin, only_added, strict=True)
+    ]
+    carry, results = _settle(reader, marked, enter, iterate)
     for var, result, one in zip(body.outvars, results, carry, strict=False):
         if result.unreduced == one.unreduced:
             result = result.without_partial_sums()

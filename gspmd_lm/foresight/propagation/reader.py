@@ -383,7 +383,9 @@ class Reader:
         operands = []
         for atom, one in zip(operation.equation.invars, operation.operands, strict=True):
             literal = isinstance(atom, core.Literal)
-            operands.append((np.asarray(atom.val).tobytes(), atom.aval.dtype) if literal else one.identity)
+            operands.append(
+                (np.asarray(atom.val).tobytes(), getattr(atom.aval, "dtype", None)) if literal else one.identity
+            )
         if None in operands or operation.primitive in _NOT_SHARED:
             return None
         alike = self.values.setdefault((operation.primitive, *operands), [])
