@@ -280,6 +280,11 @@ def test_the_rest_of_a_file(read):
         ("mesh: {data: 8}\nrules: {batch: data}\n", ("data",)),
         ("mesh: {data: 2, fsdp: 4}\nrules: {batch: [data, fsdp]}\nweights: {embed: fsdp}\n", ()),
         ("mesh: {data: 2, fsdp: 4}\nrules: {batch: [data, fsdp]}\n", ("data", "fsdp")),
+        (
+            "mesh: {stage: 2, data: 2, fsdp: 2}\nrules: {batch: [data, fsdp]}\nweights: {layers: stage, embed: fsdp}\n"
+            "pipeline: {microbatches: 4}\n",
+            ("data",),
+        ),
         ("mesh: {data: 8}\nrules: {batch: data}\noptimizer: {embed: data}\n", ()),
         ("mesh: {data: 8}\nrules: {batch: data, logits.batch: null}\n", ()),
         ("mesh: {data: 1, tensor: 8}\nrules: {batch: data, heads: tensor}\n", ()),
