@@ -49,7 +49,7 @@ TOKENIZE = Verb(
     "Make the tokens of data.source once, for runs that read them by share.",
     [
         (
-            "tokenize --set data.source=gs://bucket/texts --set data.tokenizer=bpe:4096 --set model.vocab=0 "
+            "tokenize --set data.source=FOLDER --set data.tokenizer=bpe:4096 --set model.vocab=0 "
             "--out=gs://bucket/tokens",
             "Make the tokens, together with other processes that run the same command.",
         ),
