@@ -49,10 +49,11 @@ TOKENIZE = Verb(
     "Make the tokens of data.source once, for runs that read them by share.",
     [
         (
-            "tokenize --set data.source=FOLDER --set data.tokenizer=llama --out=gs://bucket/tokens",
+            "tokenize --set data.source=FOLDER --set data.tokenizer=bpe:4096 --set model.vocab=0 "
+            "--out=gs://bucket/tokens",
             "Make the tokens, together with other processes that run the same command.",
         ),
-        ("train --set data.source=gs://bucket/tokens --set data.tokenizer=gs://bucket/tokens", "Train on them."),
+        ("tokenize --set data.source=FOLDER --out=TOKENS", "Then train with --set data.source=TOKENS."),
     ],
     _define,
     run,

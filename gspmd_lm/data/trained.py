@@ -47,7 +47,8 @@ def with_vocab_size(config: Config) -> Config:
         raise InputError(
             f"data.tokenizer={data.tokenizer}: {data.source} has no text to train it on\n  fix   name a source of texts"
         )
-    if size and (folders := tokens.find_folders(data)):
+    are_here = not any(files.is_remote(one.path) for one in data.sources)  # a config is read without a network
+    if size and are_here and (folders := tokens.find_folders(data)):
         folder, manifest = folders[0]
         raise InputError(
             f"data.tokenizer={data.tokenizer}: {folder.address} has tokens already, of {manifest['tokenizer']}\n"
