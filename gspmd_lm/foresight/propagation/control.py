@@ -34,7 +34,7 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     for number, sharding in enumerate(asked):
         if hasattr(sharding, "spec"):
             wanted[number] = reader.mesh.dims(sharding.spec, inner.outvars[number].aval.ndim)
-    results = reader.read(inner, operands, operation.stack, wanted)
+    results = reader.read(inner, operands, operation.stack, wanted, operation.terms)
     return _move_as_asked(reader, operation, asked, inner.outvars, results)
 
 
@@ -86,7 +86,7 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
         carried = (inside(one._replace(identity=None), outside) for one, outside in zip(carry, begin, strict=True))
         operands = [*operation.operands[:constants], *carried, *slices]
-        return reader.read(body, operands, operation.stack)
+        return reader.read(body, operands, operation.stack, accumulated=[n for n, one in enumerate(only_added) if one])
 
     added = {} if once else terms(body, range(carried), use_counts(body))
     # What is only added to may be a partial sum, whatever it begins with, as where it begins with zeros.

@@ -69,6 +69,11 @@ def shard_map(reader: Reader, operation: Operation) -> list[ArraySharding]:
         reader.mesh.dims(spec, var.aval.ndim)
         for spec, var in zip(operation.params["out_specs"], body.outvars, strict=True)
     ]
+    if all(one.unreduced for one in results) and len(operation.terms) == len(results):
+        # XLA makes a sum that a loop adds to what it carries once, after the loop, also where it is constrained before.
+        results = [one._replace(loop_depth=min(one.loop_depth, len(reader.loops) - 1)) for one in results]
+        results = device.add_up_all(operation, body, results)
+        return [ArraySharding(dims, loop_depth=len(reader.loops)) for dims in specs]
     if left or any(one.unreduced & axes_of(dims) for one, dims in zip(results, specs, strict=True)):
         results = device.add_up_all(operation, body, results)  # sums that are pieces of the results
     return [

@@ -24,7 +24,7 @@ from gspmd_lm.foresight.propagation.sharding import (
     without,
 )
 from gspmd_lm.foresight.propagation.views import VIEWS, View
-from gspmd_lm.foresight.propagation.wanted import ADDITIVE, CONSTRAINTS, Wanted, use_counts, wanted_dims
+from gspmd_lm.foresight.propagation.wanted import ADDITIVE, CONSTRAINTS, Wanted, terms, use_counts, wanted_dims
 from gspmd_lm.sharding import op_names
 
 # Those that are additive in one of their operands.
@@ -68,11 +68,13 @@ class Operation:
         stack: str,
         operands: list[ArraySharding],
         wanted: Wanted,
+        terms: frozenset[int] = frozenset(),
     ) -> None:
         self.equation = equation
         self.primitive: str = equation.primitive.name
         self.params: Mapping[str, Any] = equation.params
         self.stack = stack  # the names of the functions around it
+        self.terms = terms  # the results that are only added to what the loop around carries
         self.inputs: list[Any] = [atom.aval for atom in equation.invars]  # shapes and dtypes of the operands
         self.operands = operands
         self.wanted = wanted
@@ -323,9 +325,14 @@ class Reader:
         operands: Sequence[ArraySharding],
         stack: str = "",
         wanted: Sequence[Dims | None] = (),
+        accumulated: Iterable[int] = (),
     ) -> list[ArraySharding]:
-        """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands."""
+        """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands.
+
+        accumulated: the numbers of results that are only added to what the loop around carries.
+        """
         wants, uses = wanted_dims(self.mesh, jaxpr, wanted), use_counts(jaxpr)
+        added = terms(jaxpr, accumulated, uses)
         known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_with_identity, operands), strict=True))
         known |= {
             var: replicated_sharding(rank_of(var.aval), is_constant=True)._replace(identity=var)
@@ -339,7 +346,8 @@ class Reader:
         for equation in equations.with_rolls(jaxpr):
             names = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
             outputs = equation.outvars
-            operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants)
+            of_sum = frozenset(number for number, var in enumerate(outputs) if var in added)
+            operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants, of_sum)
             operands, primitive = operation.operands, operation.primitive
             if primitive not in _READ_PARTIAL_SUMS:
                 for number, atom in enumerate(equation.invars):  # one sum for all that reads it
