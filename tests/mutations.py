@@ -153,9 +153,9 @@ MUTATIONS = tuple(
             "data/test_packing.py",
         ),
         (
-            "data/cache.py",
-            "is_left_out = name != HELD_OUT and apart is not None and _contains(apart, hashed)",
-            "is_left_out = apart is not None and _contains(apart, hashed)",
+            "data/making.py",
+            "is_left_out = unit.split != HELD_OUT and _contains(apart, hashed)",
+            "is_left_out = _contains(apart, hashed)",
             "data/test_mixtures.py::test_documents_that_are_held_out_are_left_out_of_training",
         ),
         (

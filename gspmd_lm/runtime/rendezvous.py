@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -155,6 +156,7 @@ def _gather(host: str, port: int, address: str, count: int, say: Say) -> None:
                         continue
                     number, before = hello["process"], there.get(hello["process"])
                     there[number] = connection
+                    gone.pop(number, None)
                     told.append(connection)
                     _send(connection, {"error": None})
                     _check(number, hello["processes"], count, number == 0 or _is_open(before))
@@ -195,6 +197,13 @@ def _join(host: str, port: int, address: str, count: int, number: int, say: Say)
     began = time.monotonic()
     until = began + WAIT_S + 2 * _ANSWER_S  # process 0, which knows who is missing, ends first
     report_at, failure, strange_since, gone_since = began + FIRST_REPORT_S, "no answer", None, None
+
+    def report() -> None:
+        nonlocal report_at
+        if time.monotonic() > report_at:
+            say(f"waiting for process 0 at {address} ({failure})")
+            report_at += REPORT_S
+
     while (now := time.monotonic()) < until:
         strange = False
         try:
@@ -203,6 +212,10 @@ def _join(host: str, port: int, address: str, count: int, number: int, say: Say)
                 connection.makefile("r", encoding="utf-8") as lines,
             ):
                 _send(connection, {"process": number, "processes": count})
+                # Who hangs up here may be taken to have come: process 0 may just be busy with a stranger.
+                while not select.select([connection], [], [], _ANSWER_S)[0] and time.monotonic() < until:
+                    failure = "timed out"
+                    report()
                 if _line(lines, _ANSWER) is None:
                     failure, strange = "another program answers there", True
                 else:
@@ -223,9 +236,7 @@ def _join(host: str, port: int, address: str, count: int, number: int, say: Say)
             )
         if gone_since and now > gone_since + GONE_S:
             raise RunFailed(f"process 0 ended before all {count} had come\n  fix   start all of them again")
-        if now > report_at:
-            say(f"waiting for process 0 at {address} ({failure})")
-            report_at += REPORT_S
+        report()
         time.sleep(_PAUSE_S)
     raise RunFailed(
         f"process {number} waited {WAIT_S:.0f} s for process 0 at {address}, in vain ({failure})\n"

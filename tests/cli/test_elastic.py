@@ -74,8 +74,8 @@ def test_one_of_four_slices_is_lost(run, tmp_path, undisturbed, monkeypatch):
     """Each slice has two devices. Three slices hold replicas, and three quarters of the devices go on."""
     from_devices = targets.from_devices
 
-    def with_slices(devices):
-        target = from_devices(devices)
+    def with_slices(devices, chip_file=""):
+        target = from_devices(devices, chip_file)
         return dataclasses.replace(target, topology=(2,), slices=max(1, len(devices) // 2))
 
     monkeypatch.setattr(targets, "from_devices", with_slices)

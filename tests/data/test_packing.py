@@ -23,7 +23,7 @@ def test_documents_by_hand():
 
 
 def test_a_document_that_begins_with_the_token_that_ends_it_is_one_segment():
-    rows = packing.documents(_stream([END, 1, 2], [END, 3]), 6, END, begins_with_end=True)
+    rows = packing.documents(InMemory(_stream([END, 1, 2], [END, 3])), 6, END, begins_with_end=True)
     read = {name: array[0].tolist() for name, array in rows.read([0]).items()}
     assert read["tokens"] == [END, 1, 2, END, END, 3] and read["targets"] == [1, 2, END, -1, 3, END]
     assert read["segment_ids"] == [1, 1, 1, 1, 2, 2] and read["positions"] == [0, 1, 2, 3, 0, 1]

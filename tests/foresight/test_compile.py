@@ -5,11 +5,10 @@ import os
 import shutil
 
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 
 from gspmd_lm import files
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.foresight import compile
+from gspmd_lm.foresight import compile, target_answers
 from gspmd_lm.hardware import target
 from gspmd_lm.sharding.problems import ShardingError
 from gspmd_lm.train import state, step
@@ -46,15 +45,13 @@ def test_accelerators_are_compiled_for_without_one(in_bfloat16, cache, target, t
     assert program.memory["temp_size_in_bytes"] > 0
 
 
-def test_cudnn_is_asked_for_without_cudnn_or_a_gpu(in_bfloat16, monkeypatch):
+def test_cudnn_is_asked_for_without_cudnn_or_a_gpu(in_bfloat16):
     """Its attention is the default of a GPU in bfloat16."""
-    for name in ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal"):
-        monkeypatch.setattr(fused_attention_stablehlo, name, getattr(fused_attention_stablehlo, name))
     request = in_bfloat16("h100:8")
-    compile._answer_for(request.target.chip.gpu)
     arrays, _ = state.arrays_and_warnings(request.config, request.rules, "gpu")
-    built = step.build_step(request.config, request.rules, arrays, target.devices(request.target))
-    text = built.lower_train().as_text()
+    devices = target.devices(request.target)
+    with target_answers.target_answers(request.target, devices):
+        text = step.build_step(request.config, request.rules, arrays, devices).lower_train().as_text()
     assert "__cudnn$fmhaSoftmax(" in text and "__cudnn$fmhaSoftmaxBackward(" in text
 
 

@@ -120,7 +120,7 @@ def test_a_run_says_what_it_will_cost_and_one_that_cannot_fit_does_not_start(run
     found = []
     for workdir, usable_bytes in (("large", 10**9), ("small", 10**6)):  # both programs name this line, and are one
         small = dataclasses.replace(chips.CHIPS["h100"], usable_hbm_bytes=usable_bytes)
-        monkeypatch.setattr(target, "from_devices", lambda _, chip=small: target.Target("h100:8", "gpu", chip, (1, 8)))
+        monkeypatch.setattr(target, "from_devices", lambda *_, chip=small: target.Target("h100:8", "gpu", chip, (1, 8)))
         found.append(run("--rules=fsdp8", *SMALL, *data, "--steps=1", f"--workdir={tmp_path / workdir}"))
     (code, out, errors), refused = found
     assert code == 0, errors

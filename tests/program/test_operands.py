@@ -14,6 +14,7 @@ from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.compile import CompileRequest, programs
 from gspmd_lm.foresight.equations import called_jaxprs, inner_jaxprs, same_rank
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.program.operands import matmul_operands
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import choices, state
@@ -195,7 +196,7 @@ def test_all_hardware_is_asked_before_anything_is_compiled():
         config = configs.load("tiny", [f"model.matmul_dtype={dtype}"])
         for name in ("v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200"):
             on = dataclasses.replace(targets.parse("cpu:1"), text=name).processor
-            on = on._replace(platform="gpu" if name[0] in "ahb" else "tpu", name=name)
+            on = on._replace(platform="gpu" if name[0] in "ahb" else "tpu", name=name, chip=CHIPS[name])
             if name in able.split():
                 choices.settle_rules(config, rules_file.load("single"), on)
             else:

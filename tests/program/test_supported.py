@@ -89,10 +89,14 @@ def test_a_kernel_that_is_asked_for_by_name_is_an_error_on_a_gpu_that_is_too_old
         choice(FSDP + "attention: {gpu: cudnn}\n", Processor("gpu", "T4", (7, 5)))
 
 
-def test_every_chip_has_a_fused_kernel():
-    for chip in CHIPS.values():
+def test_every_chip_has_a_fused_kernel_but_gpus_that_are_older_than_cudnn_attention():
+    without = set()
+    for name, chip in CHIPS.items():
         on = dataclasses.replace(target.parse("cpu:8"), platform=chip.platform, chip=chip).processor
-        assert choice(FSDP, on)[0] == KERNELS[chip.platform][0] != "xla"
+        kernel = choice(FSDP, on)[0]
+        assert kernel in (KERNELS[chip.platform][0], "xla") and KERNELS[chip.platform][0] != "xla"
+        without |= {name} if kernel == "xla" else set()
+    assert without == {"t4", "v100", "mi300x"}
 
 
 def test_experts_that_no_kernel_computes_are_a_warning():

@@ -231,7 +231,8 @@ def test_numbers_that_two_have_are_said_by_all():
         assert all(end.startswith(f"InputError {said}\n") for end in ends), ends
 
 
-def test_strangers_change_nothing():
+def test_strangers_change_nothing(monkeypatch):
+    monkeypatch.setattr(rendezvous, "WAIT_S", 60.0)
     port = free_port()
     first = threading.Thread(target=rendezvous.meet, args=(f"127.0.0.1:{port}", 2, 0, print))
     first.start()

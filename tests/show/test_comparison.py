@@ -168,7 +168,7 @@ def test_a_summary_says_memory_network_and_time():
     assert ", fits, " in said["memory"]
     assert said["network"] == f"472.2 GB a device, {report.above_least(sample.LLAMA)}"
     exposed_s = told.exposed_communication_s
-    assert said["time"].startswith(f"{human_seconds(told.step_time_s)} a step, ")
+    assert said["time"].startswith(f"at least {human_seconds(told.step_time_s)} a step (nothing is known of how long")
     assert f"; waits {human_seconds(exposed_s)} ({exposed_s / told.step_time_s:.1%}) for communication" in said["time"]
     refused = dict(report.summary(sample.REFUSED))
     assert ", does not fit" in refused["memory"] and refused["network"].startswith("not known")

@@ -9,7 +9,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, did_you_mean, either
 from gspmd_lm.hardware.chips import CHIPS, GPU_MEMORY_SHARE, PLATFORMS, Chip, Cycles
 
@@ -68,6 +67,8 @@ def read_chip(path: Path, place: str = "") -> Chip:
 
 def _read_raw(path: Path, place: str) -> dict[str, Any]:
     """What a file states, laid over what the file of the chip that it is like states."""
+    from gspmd_lm.config import core_yaml  # with pydantic, which the help of verbs does without
+
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
