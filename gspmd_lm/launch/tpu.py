@@ -8,6 +8,7 @@ sdk/gcloud/reference/compute/tpus the commands.
 import re
 import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +176,19 @@ class TpuVm(Place):
         # The lines of each host go into a file of its number, and gcloud's own into another. gcloud's exit code says
         # nothing of the run: with several hosts it goes on after one that has failed. Each slice numbers its own hosts.
         followers = []
-        for node in range(self._slices):
-            folder = logs / f"slice{node}" if node else logs
+        for node, folder in enumerate(self._log_folders(logs)):
             folder.mkdir(exist_ok=True)
             command = self._ssh(self._run(attempt), f"--output-directory={folder}", node=str(node))
             followers.append(place.start(command, folder / "gcloud.txt"))
         return followers
+
+    def exit_code(self, followers: Sequence[subprocess.Popen[bytes]], logs: Path) -> int | None:
+        are_known = all(any(folder.glob("*.log")) for folder in self._log_folders(logs))
+        return super().exit_code(followers, logs) if are_known else None
+
+    def _log_folders(self, logs: Path) -> list[Path]:
+        """The folder of each slice's logs, those of an attempt being in `logs`."""
+        return [logs / f"slice{node}" if node else logs for node in range(self._slices)]
 
     def stop(self, attempt: str) -> None:
         place.call(self._ssh(_SIGNAL.format(name="TERM", attempt=f"~/{_FOLDER}/{attempt}")))

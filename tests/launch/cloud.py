@@ -40,8 +40,10 @@ def hosts():
 def once(name):
     """Whether something is to happen now, and not again."""
     left = behaviour.get(name, 0)
-    behaviour[name] = left - 1
-    (at / "behaviour").write_text(json.dumps(behaviour))
+    if left > 0:  # the file is replaced whole: another gcloud may read it now
+        behaviour[name] = left - 1
+        (at / f"behaviour.{os.getpid()}").write_text(json.dumps(behaviour))
+        os.replace(at / f"behaviour.{os.getpid()}", at / "behaviour")
     return left > 0
 
 def found():
@@ -168,9 +170,11 @@ echo "$*" >> "$STAND_IN/given.$number"
 count=$(wc -l < "$STAND_IN/given.$number")
 eval "$(sed -n "${count}p" "$STAND_IN/attempts")"
 """
-# Waits until both hosts have started as often as each other.
-_BOTH_BEGAN = """
-{ until test "$(wc -l < "$STAND_IN/given.0")" = "$(wc -l < "$STAND_IN/given.1")"; do sleep 0.05; done; } 2> /dev/null
+# Waits until as many hosts as are asked for, two by default, have started as often as the first one.
+_ALL_BEGAN = """
+{ until test "$(cat "$STAND_IN"/given.* | wc -l)" = $((${1:-2} * $(wc -l < "$STAND_IN/given.0"))); do
+    sleep 0.05
+  done; } 2> /dev/null
 """
 # A cluster of Slurm with two nodes of one GPU. A job is in the queue until it has ended; after the failure of a node it
 # is requeued, and in the queue still: slurm.schedmd.com/sbatch.html, --requeue.
@@ -269,7 +273,7 @@ class Cloud:
         at.mkdir(parents=True)
         for name, code in {
             "uv": _UV, "trained": _TRAINED, "python3": "true", "sbatch": _SBATCH, "squeue": _SQUEUE, "srun": _SRUN,
-            "scancel": _SCANCEL, "both_began": _BOTH_BEGAN, "kubectl": _KUBECTL,
+            "scancel": _SCANCEL, "all_began": _ALL_BEGAN, "kubectl": _KUBECTL,
         }.items():  # fmt: skip
             self.program(name, f"#!/usr/bin/env bash\n{code}")
         self.program("gcloud", f"#!{sys.executable} -S\n{_GCLOUD}")

@@ -12,7 +12,7 @@ from gspmd_lm.launch import logs, loop, places
 from tests.launch.cloud import HOSTS, QUICK
 
 # One host tells the stand-in that it is time, when the other has begun too.
-PREEMPTED = 'echo "step 3/9"; case $HOME in *host0) both_began; touch "$STAND_IN/preempt";; esac; sleep 60'
+PREEMPTED = 'echo "step 3/9"; case $HOME in *host0) all_began; touch "$STAND_IN/preempt";; esac; sleep 60'
 FINISHED = 'echo "step 9/9"'
 
 
@@ -38,8 +38,7 @@ def test_a_preempted_slice_is_deleted_asked_for_again_and_the_run_goes_on(cloud,
 
 def test_a_queued_request_for_several_slices(cloud):
     """Each slice has hosts 0 and 1, and the log of each host is kept."""
-    all_began = 'until test -e "$STAND_IN/given.0" -a -e "$STAND_IN/given.1"; do sleep 0.1; done'
-    cloud.attempts(f'echo "step 3/9"; {all_began}; case $HOME in *host3) exit 1;; esac', FINISHED)
+    cloud.attempts('echo "step 3/9"; all_began 4; case $HOME in *host3) exit 1;; esac', FINISHED)
     assert cloud.launch(cloud.job(accelerator="2@v5e:2x4", autodelete=True)) == 0
     (created,) = cloud.calls("create")
     assert "--node-count=2" in created and "--accelerator-type=v5litepod-8" in created
@@ -51,8 +50,17 @@ def test_a_queued_request_for_several_slices(cloud):
     assert len(cloud.calls("delete")) == 1
 
 
+def test_a_run_is_not_finished_where_nothing_is_known_of_a_slice(cloud, tmp_path):
+    place = places.find(cloud.job(accelerator="2@v5e:2x4"))
+    for folder in (tmp_path, tmp_path / "slice1"):
+        assert place.exit_code([], tmp_path) is None
+        folder.mkdir(exist_ok=True)
+        (folder / "0.log").write_text(f"step 9/9\n{logs.ENDED} 0\n")
+    assert place.exit_code([], tmp_path) == 0
+
+
 def test_a_lost_slice_of_several_loses_the_request(cloud):
-    cloud.attempts(PREEMPTED, FINISHED)
+    cloud.attempts(PREEMPTED.replace("all_began", "all_began 4"), FINISHED)
     cloud.behave(after=["ACTIVE"])
     assert cloud.launch(cloud.job(accelerator="2@v5e:2x4")) == 0
     assert len(cloud.calls("create")) == 2 and len(cloud.calls("delete")) == 1
@@ -150,7 +158,7 @@ def test_what_launch_did_not_create_stays_when_it_is_lost(cloud):
 
 
 def test_a_cut_connection_does_not_start_the_run_again(cloud):
-    cut = 'case $HOME in *host0) both_began; touch "$STAND_IN/cut";; esac'
+    cut = 'case $HOME in *host0) all_began; touch "$STAND_IN/cut";; esac'
     cloud.attempts(f'echo "step 1/9"; {cut}; sleep 2; echo "step 9/9"')
     assert cloud.launch(cloud.job()) == 0
     assert len(cloud.started()) == 1
