@@ -92,8 +92,8 @@ def test_what_a_published_model_sends_is_what_the_trace_says(traces_of, built, s
     config = configs.load(name)
     step = built(config, layout)
     found = Estimator(config, targets.parse("cpu:8"), traces_of(config)).estimate(step.rules).sent_by_axis
-    # The sums of each token's softmax are left out, and scales of norms that are gathered again. Of what two stacks look
-    # up, the trace gives the least that suffices.
+    # The sums of each token's softmax are left out, and scales of norms that are gathered again. Of what two stacks
+    # look up, the trace gives the least that suffices.
     two_stacks = (name, layout) == ("t5_11b", "fsdp2_tp4")
     assert found == pytest.approx(sent(step), rel=2e-3 if two_stacks else 1e-4)
 
