@@ -41,7 +41,7 @@ from gspmd_lm.runtime.startup import Runtime
 from gspmd_lm.sharding import mesh
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.quantised import EIGHT_BITS
-from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.rules import Rules, describe_mesh
 from gspmd_lm.show import comparison, terminal
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import first_lines
@@ -343,10 +343,10 @@ def open_run(
             check_lock=check_lock,
             writer=writer,
         )
-        mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
         device = f"{'simulated ' * machine.is_simulated}{machine.device_kind} device"
         run.say(
-            f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.label}, mesh {mesh} on "
+            f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.label}, "
+            f"mesh {describe_mesh(rules.mesh)} on "
             f"{plural(len(session.devices), device)}"
         )
         run.say(f"workdir {workdir}")

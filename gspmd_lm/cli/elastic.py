@@ -140,7 +140,7 @@ def _forecast(earlier: "RunHistory", config: Config, target: "Target", stop: int
     left = max(0, (stop or config.train.steps) - earlier.step)
     line = f"a step took {human_seconds(step_time_s)} on {before} devices, and will take about {human_seconds(after_s)}"
     line += f"; the {left:,} steps that are left: about {human_clock(left * after_s)}"
-    if target.chip and (price := target.chip.usd_per_hour):
-        usd = price * now / target.chip.devices_per_chip * left * after_s / 3600
+    if price := target.price({}).on_demand:
+        usd = price * target.chips * left * after_s / 3600
         line += f", {usd:,.2f} USD at {price:.2f} USD a chip and hour"
     return line

@@ -1,4 +1,4 @@
-"""What makes tokens of the documents that a config names, and the documents themselves."""
+"""Opens the source that a config names, and the encoder that turns its documents into tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -404,7 +404,7 @@ class _Claims:
 
 
 def _batches(documents: Iterable[tuple[bytes, int]], total_bytes: int) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
-    """Documents with their hashes, in lists of at least BATCH_BYTES, and how far their files are read then."""
+    """Yields lists of at least BATCH_BYTES of documents, each with its hash, and the bytes of files read so far."""
     batch, size_bytes = [], 0
     for document, done_bytes in documents:
         batch.append((document, _hash(document)))

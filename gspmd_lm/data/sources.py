@@ -82,7 +82,7 @@ class SourceFile:
 
 
 def file_version(path: Path) -> str:
-    """Another text when a file on this machine is changed."""
+    """The size and the modification time of a local file, as a text that differs after the file was changed."""
     about = path.stat()
     return f"{about.st_size} {about.st_mtime_ns}"
 

@@ -1,4 +1,4 @@
-"""The chip of the devices at hand, as it is measured: rates of matmuls, memory, gaps, collectives and the host link.
+"""Measures the devices at hand: rates of matmuls, memory bandwidth, gaps, collectives and the link to the host.
 
 A measurement runs one compiled program several times and takes the fastest run. On a CPU with one core the clock is
 that of the process, so that other processes do not disturb it. Everything else is timed by the wall clock.
@@ -27,6 +27,7 @@ from gspmd_lm.hardware.chips import (
     CollectiveTime,
     MatmulRate,
     chip_of,
+    platform_of,
 )
 
 # What is measured of matmuls: (batch, rows, contracted, columns). Projections and gradients of weights, square products
@@ -99,7 +100,7 @@ def measure_chip(devices: Sequence[Any], name: str, say: Say = lambda _: None) -
     What cannot be measured is that of the known chip of the devices: prices, the topology, cycles of TPU kernels.
     """
     first = devices[0]
-    platform: str = {"cuda": "gpu", "rocm": "gpu"}.get(first.platform) or first.platform
+    platform = platform_of(first)
     known, local = chip_of(first.device_kind), next(one for one in devices if one.process_index == jax.process_index())
     with jax.default_device(local):
         say("matmuls")
@@ -176,15 +177,20 @@ def _software() -> str:
 def _memory_bytes(device: Any, known: Chip | None) -> int:
     """The memory that a program may use."""
     if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return _system_bytes()
     return (device.memory_stats() or {}).get("bytes_limit") or (known.usable_hbm_bytes if known else 2**34)
+
+
+def _system_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _memory(device: Any, known: Chip | None) -> dict[str, Any]:
     if known:
         return {}
     usable = _memory_bytes(device, None)
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, jax.local_device_count())
+    host = _system_bytes() // max(1, jax.local_device_count())
     share = GPU_MEMORY_SHARE if device.platform != "cpu" else 1
     return {
         "hbm_bytes": (f"{int(usable / share)} B", "the system's memory" if share == 1 else "jax's limit"),

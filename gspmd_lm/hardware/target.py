@@ -15,7 +15,7 @@ from typing import Any
 from gspmd_lm import versions
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.hardware.capacity import Price
-from gspmd_lm.hardware.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config, reading
+from gspmd_lm.hardware.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config, platform_of, reading
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e: parts of one 16 x 16 pod
@@ -321,7 +321,7 @@ def from_devices(devices: Sequence[Any], chip_file: str = "") -> Target:
     """
     first, count = devices[0], len(devices)
     chip = read_own_chip(chip_file) if chip_file else chip_of(first.device_kind)
-    platform = {"cuda": "gpu", "rocm": "gpu"}.get(first.platform, first.platform)
+    platform = platform_of(first)
     if chip_file and chip and chip.platform != platform:
         raise InputError(
             f"--chip={chip_file}: describes a {chip.platform}, and the devices here are {platform}s\n"

@@ -47,7 +47,7 @@ class Follower:
 
 
 class RunFollower:
-    """The new lines of all processes of a launch and of launch itself, first those of its newest attempt."""
+    """Follows the logs of all processes of the newest attempt of a launch, and what launch itself says."""
 
     def __init__(self, folder: PathLike, count: int):
         """folder: of a launch, which holds a folder for each attempt; or of one attempt. It may be remote.

@@ -15,7 +15,7 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan import candidate, search
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.rules import Row, Rules, divisors
+from gspmd_lm.sharding.rules import Row, Rules, describe_mesh, divisors
 from gspmd_lm.sharding.slices import choose_crossing
 from gspmd_lm.units import human_bytes, plural
 
@@ -219,7 +219,7 @@ def _as_file(given: Rules, rules: Rules) -> Rules:
 
 def _describe_mesh(mesh: Mapping[str, int]) -> str:
     used = {name: size for name, size in mesh.items() if size > 1}
-    return " x ".join(f"{name}={size}" for name, size in (used or mesh).items())
+    return describe_mesh(used or mesh)
 
 
 def _describe_change(before: Rules, layout: Layout, config: Config) -> str:

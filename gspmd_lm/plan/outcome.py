@@ -8,13 +8,12 @@ from typing import Any
 
 from gspmd_lm.foresight import whole_job
 from gspmd_lm.foresight.timing.predict import Parts, differences, parts_s
-from gspmd_lm.foresight.whole_job import WholeJob
+from gspmd_lm.foresight.whole_job import DAY_S, WholeJob
 from gspmd_lm.hardware.capacity import Assumptions, Price
 from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
 from gspmd_lm.plan.front import pareto_front
 from gspmd_lm.units import human_bytes, human_seconds
 
-DAY_S = 86400
 SHOWN = 10  # layouts in a table
 
 

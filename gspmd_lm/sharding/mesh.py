@@ -10,9 +10,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from gspmd_lm.hardware.chips import Processor, chip_of
+from gspmd_lm.hardware.chips import Processor, chip_of, platform_of
 from gspmd_lm.sharding.problems import Problem, check
-from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.rules import Rules, describe_mesh
 from gspmd_lm.sharding.slices import choose_crossing
 from gspmd_lm.units import plural
 
@@ -79,8 +79,7 @@ def cross_slices(rules: Rules, slices: int, say: Callable[[str], None] = lambda 
         return rules
     chosen = choose_crossing(rules.mesh, slices)
     if chosen:
-        parts = " x ".join(f"{name}={size}" for name, size in chosen.items())
-        say(f"{rules.label}: {parts} crosses the {slices} slices (dcn)")
+        say(f"{rules.label}: {describe_mesh(chosen)} crosses the {slices} slices (dcn)")
     return dataclasses.replace(rules, dcn=chosen)
 
 
@@ -90,14 +89,13 @@ def count_slices(devices: Sequence[Any]) -> int:
 
 
 def platform(mesh: Mesh) -> str:
-    """cpu, gpu or tpu, as in a rules file. jax calls compile-only GPUs cuda or rocm."""
-    return processor(mesh.devices.flat[0]).platform
+    """cpu, gpu or tpu, as in a rules file."""
+    return platform_of(mesh.devices.flat[0])
 
 
 def processor(device: Any) -> Processor:
     """What decides which kernels a jax device can run."""
-    jax_name = str(device.platform)
-    name = {"cuda": "gpu", "rocm": "gpu"}.get(jax_name, jax_name)
+    name = platform_of(device)
     version = str(getattr(device, "compute_capability", "")) if name == "gpu" else ""
     capability = tuple(map(int, version.split("."))) if re.fullmatch(r"\d+\.\d+", version) else (0, 0)
     chip = chip_of(device.device_kind)

@@ -306,7 +306,7 @@ class Rules:
         if not mesh or math.prod(mesh.values()) == device_count:
             pass  # a missing mesh is a problem already
         elif open_axis is not None:
-            others = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if name != open_axis)
+            others = describe_mesh({name: size for name, size in self.mesh.items() if name != open_axis})
             problems.append(
                 Problem(
                     f"mesh: {others} does not divide {device_count} devices",
@@ -369,6 +369,11 @@ class Rules:
                 place, fix = self.place(f"mesh.{name}", size), f"map an axis to {name}, or drop it"
                 problems.append(Problem(message, place, fix, warning=True, code="work-repeated"))
         return problems
+
+
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """The sizes of mesh axes as 'fsdp=16 x tensor=4'."""
+    return " x ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def describe_split(axes: Sequence[str], spec: Sequence[Sequence[str]]) -> str:

@@ -14,7 +14,7 @@ from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.predict import differences
 from gspmd_lm.hardware.capacity import Assumptions
 from gspmd_lm.plan.row_changes import RowComparison
-from gspmd_lm.sharding.rules import describe_split
+from gspmd_lm.sharding.rules import describe_mesh, describe_split
 from gspmd_lm.show import html, row_changes, terminal
 from gspmd_lm.show.document import (
     Cell,
@@ -30,7 +30,7 @@ from gspmd_lm.show.document import (
     figure,
     table_of,
 )
-from gspmd_lm.show.report import about, fit, memory_bar, mesh, sections, time_bar, title
+from gspmd_lm.show.report import about, fit, memory_bar, sections, time_bar, title
 from gspmd_lm.show.svg import text, timeline
 from gspmd_lm.units import human_bytes, human_seconds
 
@@ -230,7 +230,7 @@ def figures(reports: Sequence[Report]) -> Table:
     sent = [None if report.memory.refusal else report.sent_bytes for report in reports]
     unit = reports[0].unit
     widths = [report.other_width if report.above_floor is not None else "" for report in reports]
-    rows = [words("mesh", "", [mesh(report.mesh) for report in reports])]
+    rows = [words("mesh", "", [describe_mesh(report.mesh) for report in reports])]
     for label in ("config", "target"):
         names = [getattr(report, label) for report in reports]
         rows += [words(label, "", names)] if len(set(names)) > 1 else []

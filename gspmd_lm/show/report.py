@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from gspmd_lm.config.paths import short_name
 from gspmd_lm.foresight.advice import SLOW_LINKS
@@ -10,6 +10,7 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.timing.predict import Prediction, parts_s
+from gspmd_lm.sharding.rules import describe_mesh
 from gspmd_lm.show import terminal, whole_job
 from gspmd_lm.show.document import (
     Block,
@@ -123,7 +124,7 @@ def about(report: Report) -> str:
         some = report.active_parameters < report.parameters
         parameters = f"{human_count(report.parameters)} parameters{active if some else ''}"
         sizes = f"{parameters}, {human_count(report.tokens)} {report.unit} per step"
-    sentence = f"mesh {mesh(report.mesh)}; {sizes}"
+    sentence = f"mesh {describe_mesh(report.mesh)}; {sizes}"
     choices = ("attention", report.attention), ("gather", report.gather), ("matmuls", report.matmuls)
     return "; ".join([sentence, *(f"{name}: {choice}" for name, choice in choices if choice)])
 
@@ -360,11 +361,6 @@ def time_bar(report: Report, whole: float) -> str:
 
 
 # ---- words and numbers
-
-
-def mesh(sizes: Mapping[str, int]) -> str:
-    """The sizes of a mesh as 'fsdp=16 x tensor=4'."""
-    return " x ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def hardware(count: int, chip: str) -> str:

@@ -296,17 +296,9 @@ def test_another_version_of_the_manifest():
             wrong()
 
 
-def test_two_sources_for_one_folder(monkeypatch):
+def test_two_sources_for_one_folder(monkeypatch, stop):
     """The second is refused while the first is at work, and later."""
     monkeypatch.setattr(making, "UNIT_BYTES", 30_000)
-    calls = 0
-
-    def stop(what, *_):
-        nonlocal calls
-        calls += what == "tokenizing"
-        if calls == 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         _make(progress=stop)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What the operations of a CPU's programs take besides the bytes that they move."""
+"""The compute time of operations in CPU programs. The time of their memory traffic is predicted elsewhere."""
 
 import math
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gspmd_lm.units import bits
 
@@ -220,6 +220,12 @@ class Chips(Mapping[str, Chip]):
 
 
 CHIPS = Chips(Path(__file__).parent)  # by their names in targets
+
+
+def platform_of(device: Any) -> str:
+    """The platform of a jax device as in a rules file: cpu, gpu or tpu. jax also calls GPUs cuda or rocm."""
+    name = str(device.platform)
+    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
 @functools.cache

@@ -46,7 +46,7 @@ _MAY_BE_ZERO = ("peak_", "torus_", "die_", "nvlink_", "peer_")  # the beginnings
 
 
 class _Problem(Exception):
-    """A figure that cannot be read: its place, and what is wrong with it."""
+    """Raised for a figure that cannot be read. Its text names the place and what is wrong."""
 
 
 def read_chip(path: Path, place: str = "") -> Chip:
