@@ -144,18 +144,29 @@ def checked_value(content: bytes, place: object) -> Any:
     return json_value(raw["value"], place)
 
 
-def seal(folder: epath.PathLike, names: Sequence[str]) -> None:
-    """Records the checksums of `names`, files and folders in `folder`. `damage` compares them later."""
+def seal(folder: epath.PathLike, names: Sequence[str], sealed: Sequence[str] = ()) -> None:
+    """Records the checksums of `names`, files and folders in `folder`. `damage` compares them later.
+
+    sealed: folders among them that are sealed themselves, each at a path within `folder`. What their own manifests
+    record is not read again.
+    """
     folder = epath.Path(folder)
-    files = _files(folder, names)
+    manifest: dict[str, Any] = {}
+    for inner in sealed:
+        theirs = json_object((folder / inner / MANIFEST).read_bytes(), folder / inner / MANIFEST)
+        manifest |= {f"{inner}/{name}": its for name, its in theirs.items()}
+    others = [name for name in _files(folder, names) if name not in manifest]
     with ThreadPoolExecutor() as pool:
-        sums = zip(files, pool.map(sum_of, (folder / name for name in files)), strict=True)
-        manifest = {name: {"bytes": size_bytes, "sha256": sha256} for name, (size_bytes, sha256) in sums}
+        sums = zip(others, pool.map(sum_of, (folder / name for name in others)), strict=True)
+        manifest |= {name: {"bytes": size_bytes, "sha256": sha256} for name, (size_bytes, sha256) in sums}
     replace(folder / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
 
 
-def damage(folder: epath.PathLike, names: Sequence[str]) -> str:
-    """A change among `names` since `seal`: a file that differs, is missing or was added. '' if there is none."""
+def damage(folder: epath.PathLike, names: Sequence[str], share: tuple[int, int] = (0, 1)) -> str:
+    """A change among `names` since `seal`: a file that differs, is missing or was added. '' if there is none.
+
+    share: (i, n) reads the i-th of n shares of the files. The shares have about as many bytes each.
+    """
     folder = epath.Path(folder)
     try:
         manifest = json_object((folder / MANIFEST).read_bytes(), MANIFEST).items()
@@ -164,8 +175,9 @@ def damage(folder: epath.PathLike, names: Sequence[str]) -> str:
         files = _files(folder, names)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # flipped bits can cause any of these
         return f"{MANIFEST} cannot be read: {error}"
+    mine = sorted(sums, key=lambda name: sums[name], reverse=True)[share[0] :: share[1]]
     with ThreadPoolExecutor() as pool:
-        changes = [*pool.map(lambda name: _damage_of_file(folder, name, *sums[name]), sums)]
+        changes = [*pool.map(lambda name: _damage_of_file(folder, name, *sums[name]), mine)]
     changes += [f"{name}: not in {MANIFEST}" for name in files if name not in sums]
     changes = list(filter(None, changes))
     return ", ".join(changes[:2]) + (f" and {len(changes) - 2} more" if len(changes) > 2 else "")

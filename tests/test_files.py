@@ -133,6 +133,27 @@ def test_what_is_damaged_is_named(sealed, harm, message):
     assert message in files.damage(sealed, NAMES)
 
 
+def test_one_of_several_that_read_a_share_each_sees_a_damage(sealed):
+    whole = [path for path in sealed.rglob("*") if path.is_file() and path.name not in (files.MANIFEST, "loose")]
+    for path in whole:
+        content = path.read_bytes()
+        path.write_bytes(content + b"more")
+        found = [files.damage(sealed, NAMES, (i, 3)) for i in range(3)]
+        assert sum(map(bool, found)) == 1, found
+        path.write_bytes(content)
+    assert len(whole) > 2 and not any(files.damage(sealed, NAMES, (i, 3)) for i in range(3))
+
+
+def test_what_a_sealed_folder_within_another_one_records_is_not_read_again(sealed, monkeypatch):
+    files.seal(sealed.parent, (sealed.name,))
+    expected = (sealed.parent / files.MANIFEST).read_text()
+    read = []
+    monkeypatch.setattr(files, "sum_of", lambda path, sum_of=files.sum_of: read.append(path.name) or sum_of(path))
+    files.seal(sealed.parent, (sealed.name,), (sealed.name,))
+    assert (sealed.parent / files.MANIFEST).read_text() == expected
+    assert files.MANIFEST in read and len(read) < len(json.loads(expected))
+
+
 def test_json_that_shows_its_damage(tmp_path):
     path = tmp_path / "progress.json"
     value = {"tokens": {"train": 12345}, "dtype": "<u2"}

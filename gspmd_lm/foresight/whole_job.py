@@ -68,7 +68,7 @@ class Pauses:
     assumed: Assumptions
     copy_s: float  # in which the run stands still for a checkpoint
     save_s: float  # from then until the checkpoint is whole
-    seal_s: float  # the part of it in which the first process reads it back for its checksums
+    seal_s: float  # the part of it in which each host reads back, for its checksums, what it has written
     fits_notice: bool  # whether a run that is asked to stop can end its step and save
     interval_s: float  # between checkpoints, as the config says
     restore_s: float
@@ -126,8 +126,8 @@ def predict(work: Work, assumed: Assumptions, price: Price) -> WholeJob:
     """The course of a job. price: of one of its chips."""
     storage = assumed.storage_gb_per_s * 1e9
     copy_s = _copy_s(work, work.copied_bytes)
-    seal_s = work.checkpoint_bytes / storage
-    save_s = work.checkpoint_bytes / work.hosts / storage + seal_s
+    seal_s = work.checkpoint_bytes / work.hosts / storage
+    save_s = 2 * seal_s  # each host writes its share, and reads it back
     restore_s = seal_s + work.restored_bytes / storage + _copy_s(work, work.state_bytes)
     fits_notice = work.step_time_s + copy_s + save_s <= assumed.notice_s
     pauses = Pauses(

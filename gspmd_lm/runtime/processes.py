@@ -73,6 +73,17 @@ def from_first(value: Any) -> Any:
     return value
 
 
+def gather(value: Any) -> list[Any]:
+    """The JSON values that the processes passed, in their order, on every process. Waits as `from_first` does."""
+    if not several():
+        return [value]
+    name, me = next_key("gather"), jax.process_index()
+    if me:
+        client().key_value_set(f"{name}/{me}", json.dumps(value))
+    others = () if me else range(1, jax.process_count())
+    return from_first([value, *(json.loads(_value(f"{name}/{other}", other)) for other in others)])
+
+
 def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: None) -> None:
     """Returns when all processes have passed equal facts (mappings of plain values, which may be empty).
 

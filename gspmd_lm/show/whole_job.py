@@ -71,7 +71,7 @@ def _more(job: WholeJob) -> list[tuple[str, str]]:
     work, assumed = job.work, job.assumed
     parts = (assumed.away_s, "until there are hosts"), (assumed.start_s, "start"), (job.restore_s, "restore")
     return [
-        ("a save", f"stands still {_time(job.copy_s)}; its checksums take {_time(job.seal_s)} of the first process"),
+        ("a save", f"stands still {_time(job.copy_s)}; each host takes {_time(job.seal_s)} for its checksums"),
         ("way back", f"{_time(job.return_s)}: {', '.join(f'{_time(seconds)} {name}' for seconds, name in parts)}"),
         ("first start", f"compiles for {_time(work.compile_s)}" if work.compile_s else "compiles"),
         ("each host", f"reads {work.rows_per_s:.3g} rows, {human_bytes(work.read_bytes_per_s)} a second"),

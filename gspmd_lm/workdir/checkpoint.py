@@ -1,5 +1,7 @@
 """The checkpoints of a run: written in the background with their sha256, restored under any sharding.
 
+Each process takes the sha256 of the files that it writes, and of a share of those that it restores.
+
 A checkpoint counts as healthy once a later step was finite: its weights then gave a finite loss and finite gradients.
 The newest healthy checkpoint is never rotated away. A checkpoint that no finite step followed is used only if it is
 asked for.
@@ -18,7 +20,7 @@ from etils import epath
 from gspmd_lm import files
 from gspmd_lm.config import Config, Train
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.runtime.processes import from_first
+from gspmd_lm.runtime.processes import from_first, gather
 from gspmd_lm.workdir import compatible, layout, orbax_folder
 from gspmd_lm.workdir.health import Health
 
@@ -322,7 +324,7 @@ class Checkpoints:
         missing = sorted(set(self._saved) - orbax_folder.names(folder / "state"))
         if missing:
             raise RuntimeError(f"{folder}: {len(missing)} arrays were not written, among them {missing[0]}")
-        files.seal(folder, _ITEMS)
+        files.seal(folder, _ITEMS, [f"state/{part.name}" for part in orbax_folder.parts(folder / "state")])
 
     def _empty_trash(self) -> None:
         trash = self.directory / orbax_folder.TRASH
@@ -330,29 +332,27 @@ class Checkpoints:
             trash.rmtree()
 
     def _first_undamaged(self, candidates: Sequence[int]) -> int:
-        """The first of `candidates` that agrees with its manifest; the first process decides. Raises InputError."""
+        """The first of `candidates` that agrees with its manifest; each process reads a share. Raises InputError."""
         damages: dict[int, str] = {}
-        for step in candidates if jax.process_index() == 0 else ():
-            damage = self._damage(step, _ITEMS)
+        share = jax.process_index(), jax.process_count()
+        for step in candidates:
+            damage = next(filter(None, gather(self._damage(step, _ITEMS, share))), "")
             if not damage:
                 self._undamaged = step
-                break
+                return step
             damages[step] = damage
             self._report(f"checkpoint {step} in {self.directory} is damaged ({damage}) and is not used")
-        damaged = from_first(list(damages.items()))
-        if len(damaged) < len(candidates):
-            return candidates[len(damaged)]
-        lines = "\n".join(f"  {step}: {damage}" for step, damage in damaged)
+        lines = "\n".join(f"  {step}: {damage}" for step, damage in damages.items())
         raise InputError(
             f"{self.directory}: damaged, and no other checkpoint to use\n{lines}\n"
             "  fix   restore another step, or start in another --workdir"
         )
 
-    def _damage(self, step: int, items: Sequence[str]) -> str:
+    def _damage(self, step: int, items: Sequence[str], share: tuple[int, int] = (0, 1)) -> str:
         if step == self._undamaged:
             return ""
         folder = self.directory / str(step)
-        if not (damage := files.damage(folder, items)):
+        if not (damage := files.damage(folder, items, share)):
             try:
                 compatible.read_run(folder / RUN, step)
             except InputError as error:

@@ -8,7 +8,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import jax
@@ -22,6 +22,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import compatible
 
 TRASH = "deleted"  # a step is moved here in one rename, so that a kill cannot leave half a step behind
+_PART = "ocdbt.process_"  # and its number: the folder of what one process writes
 _LEAST_SLICE_BYTES = 2**20  # that a device writes of an array that others hold as well
 
 
@@ -152,6 +153,32 @@ def _wait_by_a_clock_that_does_not_jump() -> None:
         vars(module)["time"] = types.SimpleNamespace(time=time.monotonic)  # all that they use of it
 
 
+def parts(folder: epath.Path) -> list[epath.Path]:
+    """The folders, in a folder of arrays, that the processes wrote and sealed, one each."""
+    return [path for path in folder.iterdir() if path.name.startswith(_PART)]
+
+
+class _Writer(ocp.PyTreeCheckpointHandler):
+    """Orbax's writer of arrays, which also seals the folder that this process writes."""
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        writes = await super().async_save(directory, *args, **kwargs) or []
+        return [*writes, _Seal(directory / f"{_PART}{jax.process_index()}", writes)]
+
+
+class _Seal(NamedTuple):
+    """What Orbax waits for in its background thread, after the writes of this process: the sums of their files."""
+
+    folder: epath.Path
+    writes: Sequence[Any]
+
+    def result(self, timeout: float | None = None) -> None:
+        for write in self.writes:
+            write.result(timeout)
+        if self.folder.exists():
+            files.seal(self.folder, sorted(path.name for path in self.folder.iterdir()))
+
+
 def _writer() -> ocp.PyTreeCheckpointHandler:
     """Orbax's writer of arrays, without compression. One device writes an array that several devices hold and is small.
 
@@ -166,7 +193,7 @@ def _writer() -> ocp.PyTreeCheckpointHandler:
     vars(arrays)["_min_slice_bytes_for_replica_parallel"] = _LEAST_SLICE_BYTES  # Orbax 0.12.8 has no setter
     others = [(kind, handlers.get_type_handler(kind)) for kind in handlers.supported_types() if kind is not jax.Array]
     registry = handlers.create_type_handler_registry((jax.Array, arrays), *others)
-    return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
+    return _Writer(use_compression=False, type_handler_registry=registry)
 
 
 def _in_flight_gb(arrays: Iterable[Any]) -> Any:

@@ -134,6 +134,8 @@ def test_two_processes_of_four_devices_compute_what_one_of_eight_does(layout, an
     assert "step" not in re.sub(r"\[Gloo\].*", "", second)  # only the first process speaks
     assert f"process 1 on {socket.gethostname()}: 4 cpu devices" in second
     assert {path.name for path in (tmp_path / "two/checkpoints").iterdir()} >= {"0", "4"}
+    sealed = (tmp_path / "two/checkpoints/4/state").glob("ocdbt.process_*/sha256.json")
+    assert len([*sealed]) == 2  # each process has the sums of what it wrote
     here(*flags, f"--workdir={tmp_path}/one")
     two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert len(two) == len(one) == 4

@@ -289,6 +289,10 @@ def test_the_manifest_lists_every_file_that_restoring_reads(run):
     present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert present - set(listed) == {"sha256.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
     assert all(len(entry["sha256"]) == 64 and entry["bytes"] > 0 for entry in listed.values())
+    of_process = json.loads((folder / "state/ocdbt.process_0/sha256.json").read_text())
+    assert of_process and {f"state/ocdbt.process_0/{name}": entry for name, entry in of_process.items()}.items() <= (
+        listed.items()
+    )
 
 
 def test_arrays_are_not_compressed(run):
