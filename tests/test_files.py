@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import math
 import os
 import random

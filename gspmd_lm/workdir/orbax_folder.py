@@ -2,13 +2,14 @@
 
 import contextlib
 import copy
+import dataclasses
 import glob
 import logging
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import jax
@@ -158,15 +159,8 @@ def parts(folder: epath.Path) -> list[epath.Path]:
     return [path for path in folder.iterdir() if path.name.startswith(_PART)]
 
 
-class _Writer(ocp.PyTreeCheckpointHandler):
-    """Orbax's writer of arrays, which also seals the folder that this process writes."""
-
-    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        writes = await super().async_save(directory, *args, **kwargs) or []
-        return [*writes, _Seal(directory / f"{_PART}{jax.process_index()}", writes)]
-
-
-class _Seal(NamedTuple):
+@dataclasses.dataclass(frozen=True)  # not a tuple, which Orbax would take apart
+class _Seal:
     """What Orbax waits for in its background thread, after the writes of this process: the sums of their files."""
 
     folder: epath.Path
@@ -182,6 +176,8 @@ class _Seal(NamedTuple):
 def _writer() -> ocp.PyTreeCheckpointHandler:
     """Orbax's writer of arrays, without compression. One device writes an array that several devices hold and is small.
 
+    Each process seals the folder that it has written, so that none reads for its checksums what others wrote.
+
     Compressing random mantissas takes as much CPU time as all other parts of saving, and holds every array twice. It
     would make a file of bfloat16 weights a fifth smaller, and one of float32 weights a fifteenth.
 
@@ -193,7 +189,15 @@ def _writer() -> ocp.PyTreeCheckpointHandler:
     vars(arrays)["_min_slice_bytes_for_replica_parallel"] = _LEAST_SLICE_BYTES  # Orbax 0.12.8 has no setter
     others = [(kind, handlers.get_type_handler(kind)) for kind in handlers.supported_types() if kind is not jax.Array]
     registry = handlers.create_type_handler_registry((jax.Array, arrays), *others)
-    return _Writer(use_compression=False, type_handler_registry=registry)
+    writer = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
+    write = writer.async_save
+
+    async def write_and_seal(folder: epath.Path, *args: Any, **kwargs: Any) -> list[Any]:
+        writes = await write(folder, *args, **kwargs) or []
+        return [*writes, _Seal(folder / f"{_PART}{jax.process_index()}", writes)]
+
+    vars(writer)["async_save"] = write_and_seal  # Orbax has one class of handlers for each class of what is saved
+    return writer
 
 
 def _in_flight_gb(arrays: Iterable[Any]) -> Any:

@@ -30,11 +30,11 @@ from pathlib import Path
 from gspmd_lm.errors import STOPPED
 from gspmd_lm.launch import logs
 from gspmd_lm.launch.job import Job
-from gspmd_lm.launch.local import Local
+from gspmd_lm.launch.local import Local, free_port
 from gspmd_lm.launch.loop import Launch, Waits
 from tests.attacks import bucket
 from tests.attacks.runs import PATIENCE_S, RANDOM, SMALL
-from tests.launched import FROM_OUTSIDE, ROOT, free_port
+from tests.launched import FROM_OUTSIDE, ROOT
 from tests.quick import QUICK_FLAGS
 
 NAME = "gspmdlm"  # of the bridge, and with a number of each namespace and its link
