@@ -3,6 +3,7 @@
 import ast
 import collections
 import functools
+import importlib
 import json
 import os
 import re
@@ -408,6 +409,11 @@ print(json.dumps([xla_bridge.backends_are_initialized(), changed, settings, left
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [False, [], [], 0]
+
+
+def test_programs_that_only_a_person_starts_can_be_imported():
+    for path in sorted((PACKAGE.parent / "tests/attacks").glob("*.py")):
+        importlib.import_module(f"tests.attacks.{path.stem}")
 
 
 def test_the_key_of_compiled_programs_covers_the_code_that_decides_them():
