@@ -11,8 +11,10 @@ import sys
 import pytest
 
 from gspmd_lm import cli
+from gspmd_lm.foresight import compile
 from tests import documented
 from tests.foresight import calibrated_here
+from tests.launched import compiled_here
 from tests.quick import QUICK_FLAGS
 
 # One command in each line, in an order in which each finds what it needs. Together they have every flag of every verb
@@ -21,24 +23,20 @@ SHORT = """
 train --config=small.yaml --rules=none --train_tokenizer=own.json --set data.tokenizer=bpe:300 --set model.vocab=0 | own.json: 300 tokens
 train --config=small.yaml --rules=dp2_tp4 --mesh=data=4,tensor=2 --dry_run | parameters, mesh data=4 x tensor=2
 train --config=small.yaml --rules=zero1_8 --dry_run --show=wq --html=d.html | optimizer state: embed/data
-train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --platform=cpu --devices=8 --workdir=runs/a --steps=1 --profile=0:1 --compile_cache=none --set data.held_out=0.0 | step 1/1
+calibrate --platform=cpu --devices=8 --out=mine.yaml | wrote mine.yaml: calibrated on 20
+train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --platform=cpu --devices=8 --chip=mine.yaml --workdir=runs/a --steps=1 --profile=0:1 --compile_cache=none --set data.held_out=0.0 | calibrated on 20
 train --workdir=runs/a --steps=2 --step=1 --elastic | restored step 1 of
 tokenize --config=small.yaml --set data.source=book.txt --set data.tokenizer=bytes --set data.held_out=0.0 --out=made | train on them: --set data.source=
 plot --workdir=runs/a --html=a.html | a.html
 explain --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --phase=train --json=e.json --html=e.html --export=step.bin --assume=notice_s=9 --price=v5e=2/1 --set model.mlp=32 | on cpu:2, 2 simulated devices
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --set model.mlp=32 --executable=step.bin --trust --steps=1 --workdir=runs/b | loaded, not compiled
 compare --rules=fsdp --config=small.yaml --mesh=fsdp=2 --target=cpu:2 --phase=train --json=c.json --export=c.bin --html=c.html --assume=away_s=9 --price=v5e=2 --set model.mlp=32 | on cpu:2, 2 simulated devices
-explain --program=train.py:step --target=cpu:2 | train.py:step
+explain --program=train.py:step --target=mine:8 --chip=mine.yaml | calibrated on 20
 explain fsdp8 dp8 --rows --config=small.yaml --target=cpu:8 --json=r.json --html=r.html | - weights.embed: fsdp
 compare dp8 zero1_8 --rows --config=small.yaml --target=v5e:2x4 | + optimizer.embed: data
-plan --config=small.yaml --target=v5e:1x1,h100:1 --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=v5e=2 --price=h100=3/1 --assume=preemptions_per_day=1 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
-calibrate --platform=cpu --devices=8 --out=mine.yaml | wrote mine.yaml: calibrated on 20
-train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --chip=mine.yaml --steps=1 --workdir=runs/c | calibrated on 20
-explain --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=mine:2 --chip=mine.yaml | calibrated on 20
+plan --config=small.yaml --target=mine:2,h100:1 --chip=mine.yaml --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=h100=3/1 --assume=preemptions_per_day=1 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
 compare dp8 fsdp8 --rows --config=small.yaml --target=mine:8 --chip=mine.yaml | + weights.embed: fsdp
-plan --config=small.yaml --target=mine:2 --chip=mine.yaml --minutes=0.0001 | 0 compiled
-explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=mine:2 --chip=mine.yaml --json=s.json | wrote s.json
-explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --set model.mlp=32 --port=0 --open --json=s.json | wrote s.json
+explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=mine:2 --chip=mine.yaml --set model.mlp=32 --port=0 --open --json=s.json | wrote s.json
 explore --program=train.py:step --target=cpu:2 --json=s.json | wrote s.json
 convert --from=ODD --workdir=W --rules=dp2_tp4 --mesh=data=1,tensor=8 --platform=cpu --devices=8 --compile_cache=none --ignore=some_feature | ODD: Llama
 generate --workdir=W --rules=none --prompt=01 --max_new_tokens=3 --temperature=0.8 --top_k=5 --top_p=0.9 --min_p=0.01 --seed=1 --stop=zz --special | tokens
@@ -98,6 +96,7 @@ def test_every_flag_is_run():
 def test_short_commands(run, tmp_path, monkeypatch):
     monkeypatch.chdir(documented.make_folder(tmp_path / "all"))
     calibrated_here.shorten(monkeypatch)
+    monkeypatch.setattr(compile, "_run_compiler", compiled_here)  # what is exported is compiled by another process
     for command, said in lines():
         compiled = QUICK_FLAGS if ".bin" in command else ()  # elsewhere, by a process without the flags of tests
         code, text = run([*shlex.split(command), *compiled])

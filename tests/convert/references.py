@@ -283,7 +283,7 @@ def _with_gradients(model: Any, logits: Any, targets: Any) -> tuple[np.ndarray, 
     return logits.detach().numpy(), loss.item(), gradients
 
 
-def generate(model: Any, vocab: int) -> tuple[list[list[int]], list[float]]:
+def generate(model: Any, vocab: int, new_tokens: int = NEW_TOKENS) -> tuple[list[list[int]], list[float]]:
     """The tokens that greedy decoding adds to each prompt, and the smallest gap of its steps."""
     import torch
 
@@ -296,7 +296,7 @@ def generate(model: Any, vocab: int) -> tuple[list[list[int]], list[float]]:
     for prompt in prompts(vocab):
         out = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones((1, len(prompt)), dtype=torch.long), do_sample=False,
-            max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True,
+            max_new_tokens=new_tokens, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         tokens.append(out.sequences[0, 1 if seq2seq else len(prompt) :].tolist())
         best = torch.cat(out.logits).topk(2).values

@@ -85,7 +85,10 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
 
 
 def split_cases():
-    """Each case under a layout, the slow ones under one of two in turn, marked for the run that has it."""
+    """Each case under a layout, those that are not compared by default under one of two in turn, marked for their run.
+
+    `pytest -m slow` has the first cases under one layout, and the others under the layout that parity leaves out.
+    """
     default = {name for name, _ in SPLIT}
     for at, case in enumerate(references.cases()):
         name, marks = (case, None) if isinstance(case, str) else (case.values[0], case.marks)
@@ -93,8 +96,10 @@ def split_cases():
             in_turn = name not in default and layout == ("tp8", "fsdp2_tp4")[at % 2]
             if (name, layout) in SPLIT:
                 yield name, layout
-            elif marks or in_turn:
+            elif in_turn:
                 yield pytest.param(name, layout, marks=marks or pytest.mark.slow)
+            elif marks:
+                yield pytest.param(name, layout, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "layout"), list(split_cases()))

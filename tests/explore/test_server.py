@@ -133,8 +133,17 @@ def test_nothing_that_serves_imports_jax():
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
+# A shell has the processes that it starts in the background ignore SIGINT, and tests may be one of them.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from gspmd_lm import cli
+cli.main(["main.py", "explore", *sys.argv[1:]])
+"""
+
+
 def test_the_command_serves_until_it_is_interrupted(tmp_path):
-    command = [sys.executable, str(ROOT / "main.py"), "explore", "--config=tiny", "--rules=tp8", "--target=cpu:8"]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "--config=tiny", "--rules=tp8", "--target=cpu:8"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr
     with process.stderr, contextlib.ExitStack() as ends:

@@ -42,9 +42,9 @@ def test_restarts_come_to_an_end(cloud):
     assert len(cloud.started()) == 4
 
 
-def test_a_budget_that_is_spent_deletes_the_set(cloud):
+def test_a_budget_that_is_spent_deletes_the_set(cloud, monkeypatch):
     cloud.attempts("echo step 1/9; sleep 8")
-    assert cloud.launch(job(cloud, max_hours=1e-3)) == STOPPED
+    assert cloud.launch(job(cloud, max_hours=5.0), tell=cloud.spend_at("step 1/9", monkeypatch)) == STOPPED
     assert list(cloud.at.glob("set-*")) == []
 
 
@@ -53,11 +53,11 @@ def test_a_set_whose_slice_does_not_come_back(cloud, monkeypatch, elastic):
     """An elastic job goes on with the slices that are there; any other one waits, until its budget is spent."""
     monkeypatch.setattr(gke, "MISSING_S", 0.5)
     (cloud.at / "ready").write_text("3")
-    wait = "echo step 4/9; for i in $(seq 60); do sleep 0.1; done"
+    wait = "echo step 4/9; sleep 2; echo step 5/9; sleep 1"
     cloud.attempts(f"(cd $STAND_IN; ls set-*; grep replicas set.yaml) >> $STAND_IN/made; {wait}", FINISHED)
-    hours = {} if elastic else {"max_hours": 1e-3}
-    asked = job(cloud, accelerator="4@v5e:4x4", elastic=elastic, **hours)
-    assert cloud.launch(asked) == (0 if elastic else STOPPED)
+    tell = cloud.spend_at("step 5/9", monkeypatch)
+    asked = job(cloud, accelerator="4@v5e:4x4", elastic=elastic, max_hours=5.0)
+    assert cloud.launch(asked, tell=tell) == (0 if elastic else STOPPED)
     assert "replicas: 4" in (cloud.at / "made").read_text()
     assert ("one was lost; it is deleted and asked for again" in cloud.said) == elastic
     made = yaml.safe_load((cloud.at / "set.yaml").read_text())

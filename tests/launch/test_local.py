@@ -23,6 +23,7 @@ TRAIN = shlex.join([
     "--set=train.trackers=[]", "--set=train.log_every=1", "--set=train.checkpoint_every=2",
     "--set=optimizer.warmup_steps=0", *QUICK_FLAGS,
 ])  # fmt: skip
+SOON = dataclasses.replace(QUICK, others=0.3)
 PATIENT = dataclasses.replace(QUICK, others=60, stop=60)  # real processes take longer to end
 
 
@@ -52,7 +53,7 @@ def test_processes_that_do_not_notice_that_another_one_has_failed_are_killed(mac
     monkeypatch.setattr(Local, "commands", lambda self, program, port: commands)
     job = machine.job("local", processes=2, workdir=str(tmp_path / "run"), train=TRAIN, max_retries=0)
     began = time.monotonic()
-    assert machine.launch(job) == STOPPED
+    assert machine.launch(job, waits=SOON) == STOPPED
     assert "the processes that have not ended are killed" in machine.said and time.monotonic() - began < 60
 
 
@@ -60,7 +61,7 @@ def test_processes_that_do_not_notice_that_another_one_was_stopped_are_asked_to_
     waits = ["sh", "-c", f"trap 'exit {STOPPED}' TERM; while true; do sleep 0.1; done"]
     monkeypatch.setattr(Local, "commands", lambda self, program, port: [waits, ["sh", "-c", f"exit {STOPPED}"]])
     job = machine.job("local", processes=2, workdir=str(tmp_path / "run"), train=TRAIN, max_retries=0)
-    assert machine.launch(job, waits=dataclasses.replace(QUICK, stop=60)) == STOPPED
+    assert machine.launch(job, waits=dataclasses.replace(SOON, stop=60)) == STOPPED
     assert "a process was stopped: the processes save and end" in machine.said
     assert "attempt 1 stopped with work left" in machine.said
 

@@ -3,6 +3,7 @@
 import pytest
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT, RunFailed
+from gspmd_lm.launch import loop
 
 FINISHED = 'echo "step 9/9"'
 
@@ -33,13 +34,16 @@ def test_a_job_whose_node_failed_is_requeued_by_slurm(cloud):
 
 def test_a_job_that_was_killed_is_asked_for_again(cloud):
     """As Slurm ends one that does not stop in time."""
-    cloud.attempts('echo "step 4/9"; test $SLURM_PROCID = 1 || { sleep 0.5; scancel; }; sleep 60', FINISHED)
+    cloud.attempts('echo "step 4/9"; test $SLURM_PROCID = 1 || { sleep 0.3; scancel; }; sleep 60', FINISHED)
     assert cloud.launch(job(cloud)) == 0
     assert len(submitted(cloud)) == 2 and "attempt 1 lost its processes at step 4" in cloud.said
 
 
+WAIT = 'until test -e "$STAND_IN/answers_again"; do sleep 0.05; done'
+
+
 def test_a_controller_that_does_not_answer_starts_nothing_twice(cloud):
-    cloud.attempts('echo "step 4/9"; touch "$STAND_IN/no_answer"; sleep 1; echo "step 9/9"')
+    cloud.attempts('echo "step 4/9"; touch "$STAND_IN/no_answer"; ' + WAIT + '; echo "step 9/9"')
     assert cloud.launch(job(cloud)) == 0
     assert len(submitted(cloud)) == 1 and len(cloud.started()) == 1
 
@@ -50,16 +54,17 @@ def test_wrong_input_is_never_tried_again(cloud):
     assert len(submitted(cloud)) == 1
 
 
-def test_a_job_that_is_refused_comes_to_an_end(cloud):
+def test_a_job_that_is_refused_comes_to_an_end(cloud, monkeypatch):
+    monkeypatch.setattr(loop, "UNREACHABLE", 3)
     (cloud.at / "refused").touch()
-    with pytest.raises(RunFailed, match="10 attempts failed"):
+    with pytest.raises(RunFailed, match="3 attempts failed"):
         cloud.launch(job(cloud))
     assert "Invalid account" in (cloud.at / "logs/1/slurm.txt").read_text()
 
 
-def test_a_budget_that_is_spent_lets_the_tasks_save(cloud):
+def test_a_budget_that_is_spent_lets_the_tasks_save(cloud, monkeypatch):
     cloud.attempts(f"trap 'echo saved; exit {STOPPED}' TERM; echo step 1/9; while true; do sleep 0.1; done")
-    assert cloud.launch(job(cloud, max_hours=1e-3)) == STOPPED
+    assert cloud.launch(job(cloud, max_hours=5.0), tell=cloud.spend_at("step 1/9", monkeypatch)) == STOPPED
     assert "saved" in cloud.said and "saved" in (cloud.at / "logs/1/1.log").read_text()
 
 

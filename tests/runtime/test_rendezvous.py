@@ -17,7 +17,7 @@ ALLOWED_S = {name: value for name, value in vars(rendezvous).items() if name.end
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
     for name, seconds in (
-        ("WAIT_S", 2.0),
+        ("WAIT_S", 1.0),
         ("WRONG_S", 0.6),
         ("NEW_NAME_S", 0.6),
         ("GONE_S", 0.6),
@@ -60,12 +60,12 @@ def test_all_come_and_the_port_is_free_again():
 def test_one_line_says_who_is_missing():
     port = free_port()
     (first, second), said = met(port, (0, 4), (2, 4))
-    missing = f"RunFailed process 0 waited 2 s at 127.0.0.1:{port} for processes 1, 3, in vain\n  fix   start all 4"
+    missing = f"RunFailed process 0 waited 1 s at 127.0.0.1:{port} for processes 1, 3, in vain\n  fix   start all 4"
     assert first.startswith(missing) and second == first
     assert f"waiting for processes 1, 3 at 127.0.0.1:{port}" in said
     ((alone,), said) = met(port, (1, 2))
     assert alone.startswith(
-        f"RunFailed process 1 waited 2 s for process 0 at 127.0.0.1:{port}, in vain (Connection refu"
+        f"RunFailed process 1 waited 1 s for process 0 at 127.0.0.1:{port}, in vain (Connection refu"
     )
     assert said[0] == f"waiting for process 0 at 127.0.0.1:{port} (Connection refused)"
 
@@ -105,16 +105,16 @@ def test_one_that_ends_while_others_are_waited_for_ends_all_soon(monkeypatch):
 
 def test_one_that_comes_again_is_waited_for_anew(monkeypatch):
     monkeypatch.setattr(rendezvous, "WAIT_S", 60.0)
-    monkeypatch.setattr(rendezvous, "GONE_S", 1.5)
+    monkeypatch.setattr(rendezvous, "GONE_S", 1.0)
     port = free_port()
     first = threading.Thread(target=rendezvous.meet, args=(f"127.0.0.1:{port}", 3, 0, print))
     first.start()
     time.sleep(0.2)
-    for _ in range(6):
+    for _ in range(5):
         with socket.create_connection(("127.0.0.1", port)) as one:
             one.sendall(b'{"process": 1, "processes": 3}\n')
             one.recv(100)
-        time.sleep(0.4)
+        time.sleep(0.25)
     assert met(port, (1, 3), (2, 3))[0] == ["", ""]
     first.join()
 

@@ -121,9 +121,9 @@ def test_slow_steps_batches_that_come_and_the_reading_of_a_corpus_are_not_late(q
 
 def test_a_save_ends_the_run_later_than_a_step(monkeypatch):
     monkeypatch.setattr(watchdog, "TICK_S", 0.05)
-    for kind, least_s in (("evaluation", 0.3), ("saves", 0.3 * watchdog.WHOLE)):
+    for kind, least_s in (("evaluation", 0.15), ("saves", 0.15 * watchdog.WHOLE)):
         ended, began = [], time.monotonic()
-        with Watchdog(0.3 / 60, print) as dog:
+        with Watchdog(0.15 / 60, print) as dog:
             monkeypatch.setattr(dog, "_end", lambda waited_s, at, ended=ended: ended.append(waited_s))
             dog.begin(kind)
             wait_until(lambda ended=ended: ended)
@@ -136,7 +136,7 @@ from gspmd_lm.runtime import watchdog
 watchdog.LATE_S = watchdog.TICK_S = 0.2
 def wait_for_a_chip():
     time.sleep(100)
-with watchdog.Watchdog(0.01, print) as dog:
+with watchdog.Watchdog(0.005, print) as dog:
     dog.done, dog.count_hang = 6, lambda kind, seconds: print("a hang of", kind, flush=True)
     dog.begin("KIND")
     wait_for_a_chip()
