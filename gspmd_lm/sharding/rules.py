@@ -209,15 +209,15 @@ class Rules:
         """The row that places one axis of an array, or None.
 
         A finer table is asked first. In one table, a row that names the array beats one that does not. A row that names
-        a weight places its adapter too, unless a row names the adapter's matrix.
+        a weight places its adapter too, unless a row names the adapter's matrix; compare `Vocabulary.placed_like`.
         """
         if self.pipeline and axis == self.vocabulary.stages:
             if path.partition(".")[0] != axis:
                 return None  # layers outside of the stages, which all stages compute
             table = max(table, "weights", key=TABLES.index)  # a stage computes with the layers that it holds
-        rows, weight = [row for row in self.rows if row.axis == axis], self.vocabulary.adapted_path(path)
+        rows, other = [row for row in self.rows if row.axis == axis], self.vocabulary.placing_path(path)
         for name in reversed(TABLES[: TABLES.index(table) + 1]) if rows else ():
-            matches = [row for row in rows if row.table == name and (row.mentions(path) or row.mentions(weight))]
+            matches = [row for row in rows if row.table == name and (row.mentions(path) or row.mentions(other))]
             if matches:
                 return max(matches, key=lambda row: (row.array != "" and row.mentions(path), len(row.array)))
         return None
