@@ -25,7 +25,7 @@ from gspmd_lm.program.supported import Pass, layer_problems, no_pipeline, settle
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import parse
 from gspmd_lm.sharding.axes import DECODER, EXACT
-from gspmd_lm.sharding.op_names import scope
+from gspmd_lm.sharding.op_names import SAMPLING, scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.rules import Remat, Rules
@@ -285,7 +285,7 @@ class GenerationPrograms(Forward):
     ) -> tuple[DecodeState, Choice]:
         """The state with the tokens that come into its slot, and their choice."""
         position_B = state.slot - _begins(self.model, state.start_B)
-        with scope("of", "sampling"):
+        with scope("of", SAMPLING):
             logits_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)[:, : self.config.model.vocab]
             if self.processors:
                 new = state.slot - self.sizes.prompt

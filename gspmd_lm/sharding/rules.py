@@ -13,7 +13,7 @@ from typing import Any, Literal
 from gspmd_lm.config.paths import short_name
 from gspmd_lm.errors import did_you_mean, either
 from gspmd_lm.sharding.names import Vocabulary
-from gspmd_lm.sharding.problems import Clash, ClashingRow, Problem, place
+from gspmd_lm.sharding.problems import UNUSED, Clash, ClashingRow, Problem, place
 from gspmd_lm.units import plural
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
@@ -362,7 +362,7 @@ class Rules:
             else:
                 lacks = row.axis if named else row.array or row.axis
                 message = f"{row.key}: this config has no {lacks}, so the row does nothing"
-                problems.append(Problem(message, row.place, "drop the row", warning=True, code="rule-matched-nothing"))
+                problems.append(Problem(message, row.place, "drop the row", warning=True, code=UNUSED))
         for name, size in self.mesh.items():
             if size > 1 and not any(name in row.mesh_axes for row in self.rows):
                 message = f"mesh: {name}={size} splits nothing, so its devices compute the same {size} times"
