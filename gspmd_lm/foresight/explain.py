@@ -189,8 +189,7 @@ def report(
         arrays=tuple(named),
         rules_text=rules.text,
     )
-    moves_cache = bool(advice.moved_cache(config, report))
-    report = dataclasses.replace(report, floor=bounds.checked_bounds(report.floor, report.above_floor, moves_cache))
+    report = dataclasses.replace(report, floor=bounds.checked_bounds(report.floor, report.above_floor))
     warned = advice.warnings(
         report, config, rules, target.processor, problems, graph.looked_up, read.module, program.notes
     )
