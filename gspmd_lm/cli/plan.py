@@ -33,6 +33,11 @@ def _define(flags: Flags) -> None:
         "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
         "Commas separate several, which are compared.",
     )
+    flags.text(
+        "phase",
+        "train",
+        "The step to plan for: train, or decode, which makes a token of each of data.batch rows with data.seq slots each.",
+    )
     flags.group("The search")
     flags.number(
         "minutes",
@@ -87,14 +92,17 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         outputs.say(f"planning {config.name} with {asked.data.batch} rows a step for {place.text}")
     searched = [(asked, place) for place, asked in cases]
     rank_by = search.ranking(places[0])
-    plans = search.plans(searched, minutes=values.minutes, say=outputs.say, rank_by=rank_by)
+    how = {"minutes": values.minutes, "say": outputs.say, "rank_by": rank_by, "phase": values.phase}
+    plans = search.plans(searched, **how)
     for planned, (place, asked) in zip(plans, cases, strict=True):
         sought = values.tokens or 0.0, values.days or 0.0
         outcomes.append(outcome.Outcome(planned, asked.data.batch, place.price(prices), *sought, assumed))
     best = shown.rank(outcomes)[0]
     asked = next(asked for (_, asked), one in zip(cases, outcomes, strict=True) if one is best)
     advised: list[shown.Note] = []
-    if best.plan.best and best.plan.target.chip:
+    if values.phase == "decode":  # no estimate says what else would help
+        pass
+    elif best.plan.best and best.plan.target.chip:
         advised = shown.helps(advice.changes(asked, best.plan))
     elif not best.plan.best and len(cases) == 1:
         larger = advice.larger(asked, best.plan, outputs.say, ends_s)
@@ -152,6 +160,8 @@ def _batches(config: "Config", span: str | None) -> "list[Config]":
 def _check(values: flags.FlagValues, cases: "Sequence[tuple[Target, Config]]") -> None:
     """Raises InputError for flags that do not go together, and for files that cannot be written."""
     outputs.check_writable((values.json, values.html, values.out))
+    if values.phase not in ("train", "decode"):
+        raise InputError(f"--phase={values.phase}: a plan is for train or decode\n  fix   --phase=decode")
     if values.days and not values.tokens:
         raise InputError(f"--days={values.days:g}: days for how many tokens?\n  fix   --tokens=1e12 too")
     for name in ("tokens", "days", "minutes"):
@@ -170,6 +180,7 @@ PLAN = Verb(
     [
         ("plan --config=llama3_8b --target=v5e:4x8 --out=mine.yaml", "Find the best layout, and write it."),
         ("plan --config=llama3_8b --target=v5e:4x8,v5p-32 --tokens=1e12", "Compare hardware for a trillion tokens."),
+        ("plan --config=llama3_8b --target=v5e:2x4 --phase=decode --set data.batch=8", "Find the best one to generate."),
     ],
     _define,
     run,

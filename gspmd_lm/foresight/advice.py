@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
-from gspmd_lm.foresight.collectives.tensors import REDUCTIONS
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
@@ -15,6 +14,7 @@ from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing import attention
 from gspmd_lm.foresight.timing.predict import Prediction
 from gspmd_lm.hardware.chips import Processor
+from gspmd_lm.model.kernels.attention import DECODE_OUT, DECODE_Q
 from gspmd_lm.program.supported import faster_kernel
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.rules import Rules
@@ -58,8 +58,7 @@ def warnings(
         *_workspace(memory, module),
         *_find_unpriced(predicted),
         *_above_floor(report),
-        *_reshards(rules, moved, looked_up),
-        *_find_cache_moves(moved_cache(config, report)),
+        *_reshards(rules, moved, looked_up, report.phase),
         *_slow_links(config.model.layers if config else 1, rules, moved),
         *_bubble(rules),
         *_find_unfused(fused, predicted),
@@ -76,29 +75,6 @@ def warnings(
         ),
         *(Finding(problem.code, problem.message, problem.fix) for problem in problems),
     )
-
-
-def moved_cache(config: Config | None, report: Report) -> list[Collective]:
-    """The collectives of a decode step that move keys or values of all tokens so far, and not of the new ones."""
-    if config is None or report.phase != "decode":
-        return []
-    of_one_head = config.data.batch * config.data.seq * config.model.head_dim
-    weights = {array.path for array in report.arrays if array.at_rest is not None}
-    whole = [one for one in report.collectives if one.in_loop and one.elements >= of_one_head]
-    return [one for one in whole if one.kind not in REDUCTIONS and weights.isdisjoint(one.op.split("+"))]
-
-
-def _find_cache_moves(moves: Sequence[Collective]) -> Iterator[Finding]:
-    if moves:
-        sent = sum(one.bytes_per_device_per_step for one in moves)
-        axes = "+".join(dict.fromkeys(axis for one in moves for axis in one.mesh_axes))
-        rows = ", ".join(dict.fromkeys(row for one in moves for row in one.rules))
-        yield Finding(
-            "cache-moves",
-            f"each token's step moves {human_bytes(sent)} of the cache over {axes}, because of {rows}: queries and "
-            "outputs of attention are far smaller",
-            "split q, k, v and attention_out as the cache is, or leave the cache as attention reads it",
-        )
 
 
 def advise_on_step(
@@ -184,7 +160,9 @@ def _most_excessive(report: Report, axes: str, phase: str) -> str:
     return f"the {largest.kind} at {largest.op or largest.source}{repeated}{because}"
 
 
-def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[str]) -> Iterator[Finding]:
+def _reshards(
+    rules: Rules, moved: Sequence[Collective], looked_up: Collection[str], phase: str
+) -> Iterator[Finding]:
     """Exchanges that no table of the rules asks for: all-to-alls, permutes, and gathers of activations that no row for
     activations splits. Those of a look-up cost less than what would avoid them."""
     total = sum(one.bytes_per_device_per_step for one in moved)
@@ -193,6 +171,7 @@ def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[s
         asked = _is_context_movement(rules, one) or (
             one.kind == "collective-permute" and {*one.mesh_axes} <= {*rules.stages}
         )
+        asked |= phase == "decode" and _is_query_movement(rules, one)
         unasked = (one.kind in ("all-to-all", "collective-permute") and not asked) or (
             one.kind == "all-gather"
             and one.phase != "optimizer"
@@ -226,6 +205,12 @@ def _is_context_movement(rules: Rules, one: Collective) -> bool:
     """Whether the form of attention over a split sequence asks for a movement."""
     form = {"collective-permute": "ring", "all-to-all": "ulysses"}.get(one.kind)
     return rules.context == form and {*one.mesh_axes} <= {*rules.split("rules", "q", "seq")}
+
+
+def _is_query_movement(rules: Rules, one: Collective) -> bool:
+    """Whether rows ask for the movement of the queries of decoded tokens to the cache, or of results back."""
+    rows = [row for row in rules.rows if row.array in (DECODE_Q.partition(":")[0], DECODE_OUT.partition(":")[0])]
+    return one.kind == "all-to-all" and {*one.mesh_axes} <= {name for row in rows for name in row.mesh_axes}
 
 
 def _is_weight(rules: Rules, op: str) -> bool:

@@ -127,14 +127,11 @@ def _bounds(
     )
 
 
-def checked_bounds(bounds: LowerBounds, above_floor: float | None, moves_cache: bool = False) -> LowerBounds:
+def checked_bounds(bounds: LowerBounds, above_floor: float | None) -> LowerBounds:
     """The same bounds, beside a compiled program that sends `above_floor` times the bound of communication, if known.
 
-    A bound that a program goes below is none, and is called an estimate. So is one with a cache that is moved in each
-    step of generation, though the program asks for it: queries could be moved instead.
+    A bound that a program goes below is none, and is called an estimate.
     """
-    if moves_cache and not bounds.estimated_because:
-        return dataclasses.replace(bounds, estimated_because="the cache is moved, and queries could be")
     if above_floor is None or above_floor >= 1 - _ROUNDING:
         return bounds
     return dataclasses.replace(bounds, estimated_because=f"the compiled program sends {above_floor:.2f} times as much")

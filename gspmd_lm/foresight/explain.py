@@ -108,10 +108,16 @@ def _required_pass(config: Config, phase: str) -> Pass:
 def _check(task: Task, rules: Rules, platform: str, phase: str) -> tuple[Arrays, list[Problem]]:
     if phase == "train":
         return state.arrays_and_warnings(task, rules, platform)
+    config = generating_config(task)
+    return generation.arrays_and_warnings(config, rules, platform, generation.whole_context(config))
+
+
+def generating_config(task: Task) -> Config:
+    """The config of a task that generates. Raises InputError for another task."""
     if not task.config:
         raise InputError(f"{task.name}: only the decoder generates\n  fix   phase: train")
     generation.check_causal(task.config, or_of_source=True)
-    return generation.arrays_and_warnings(task.config, rules, platform, generation.whole_context(task.config))
+    return task.config
 
 
 def report(
@@ -183,8 +189,7 @@ def report(
         arrays=tuple(named),
         rules_text=rules.text,
     )
-    moves_cache = bool(advice.moved_cache(config, report))
-    report = dataclasses.replace(report, floor=bounds.checked_bounds(report.floor, report.above_floor, moves_cache))
+    report = dataclasses.replace(report, floor=bounds.checked_bounds(report.floor, report.above_floor))
     warned = advice.warnings(
         report, config, rules, target.processor, problems, graph.looked_up, read.module, program.notes
     )

@@ -82,6 +82,16 @@ class Report:
         return (self.sent_bytes if alike else sum(as_float32)) / least_bytes
 
     @property
+    def memory_bound_share(self) -> float | None:
+        """Of a step of decode, the time in which a device reads its weights and cache once, over the predicted time.
+
+        It is None where no time is predicted, and for other steps.
+        """
+        if self.phase != "decode" or not self.prediction or self.floor.memory_s is None:
+            return None
+        return self.floor.memory_s / self.prediction.step_time_s
+
+    @property
     def other_width(self) -> str:
         """The share that is sent in another width than the lower bound counts, as '52% in bf16'; '' if there is none.
 
@@ -104,6 +114,7 @@ def to_json(reports: Sequence[Report]) -> dict[str, Any] | list[dict[str, Any]]:
 def _object(report: Report) -> dict[str, Any]:
     json_object = {"schema": SCHEMA, **json.loads(json.dumps(dataclasses.asdict(report)))}
     json_object |= {"above_floor": report.above_floor, "other_width": report.other_width}
+    json_object |= {"memory_bound_share": report.memory_bound_share}
     reason = json_object.pop("no_prediction")
     prediction = json_object["prediction"] or dict.fromkeys(field.name for field in dataclasses.fields(Prediction))
     json_object["timeline"] = prediction.pop("timeline") or []

@@ -17,7 +17,7 @@ from gspmd_lm.infer.processors import EMPTY, Processors, begin_history, with_tok
 from gspmd_lm.infer.sampling import Choice, Sampling, SamplingSettings, choose, mask_forbidden
 from gspmd_lm.infer.sizes import Prompts, Sizes
 from gspmd_lm.model.addresses import addresses, block_name
-from gspmd_lm.model.cache import CACHE, Cache, empty_cache
+from gspmd_lm.model.cache import Cache, empty_cache
 from gspmd_lm.model.families import extend, family, init
 from gspmd_lm.model.loss import logits
 from gspmd_lm.program.program import ShardedProgram, place_shapes
@@ -25,7 +25,7 @@ from gspmd_lm.program.supported import Pass, layer_problems, no_pipeline, settle
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import parse
 from gspmd_lm.sharding.axes import DECODER, EXACT
-from gspmd_lm.sharding.op_names import scope
+from gspmd_lm.sharding.op_names import SAMPLING, scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.rules import Remat, Rules
@@ -207,10 +207,7 @@ class GenerationPrograms(Forward):
 
         def one(like: Any, text: str) -> Any:
             spec = parse(text, len(like.shape))
-            where: Any = self.placement.sharding("rules", spec.array, spec.axes, like.shape)
-            if text == CACHE and (order := _in_memory(self.mesh.devices.flat[0].platform, self.config.model)):
-                where = Format(Layout(order), where)
-            return place_shapes(like, where)
+            return place_shapes(like, self.placement.sharding("rules", spec.array, spec.axes, like.shape))
 
         return DecodeState(
             jax.tree.map(one, cache, cache.specs), *jax.tree.map(lambda like: place_shapes(like, self.whole), rest)
@@ -232,19 +229,32 @@ class GenerationPrograms(Forward):
         cache, *batch = self.abstract_decode_state
         return {"weights": self.abstract_params, "optimizer": (), "batch": batch, "cache": cache}
 
-    def trace_prefill(self) -> jax.stages.Traced:
-        """(params, Prompts, SamplingSettings) -> (DecodeState, Choice)."""
-        jitted = jax.jit(self._prefill, out_shardings=self._out)
+    def trace_prefill(self, cache: Any = None) -> jax.stages.Traced:
+        """(params, Prompts, SamplingSettings) -> (DecodeState, Choice).
+
+        cache: the formats of the cache that decode takes; None leaves them to the compiler.
+        """
+        state = self._state_formats if cache is None else self._state_formats._replace(cache=cache)
+        jitted = jax.jit(self._prefill, out_shardings=(state, Choice(self.whole, self.whole)))
         return jitted.trace(self.abstract_unstacked, self.abstract_prompts, self.abstract_settings)
 
     def trace_decode(self) -> jax.stages.Traced:
         """(params, DecodeState, SamplingSettings) -> (DecodeState, Choice). The donated cache changes in place."""
-        jitted = jax.jit(self._decode, out_shardings=self._out, donate_argnums=1)
+        state = self._state_formats
+        out = state, Choice(self.whole, self.whole)
+        jitted = jax.jit(self._decode, in_shardings=(None, state, None), out_shardings=out, donate_argnums=1)
         return jitted.trace(self.abstract_unstacked, self.abstract_decode_state, self.abstract_settings)
 
     @property
-    def _out(self) -> tuple[DecodeState, Choice]:
-        return jax.tree.map(format_or_sharding, self.abstract_decode_state), Choice(self.whole, self.whole)
+    def _state_formats(self) -> DecodeState:
+        """The shardings of DecodeState. Compilers of TPUs and GPUs choose the order of the cache's axes in memory.
+
+        They read and write the cache in an order that depends on the layout. With another one, each token copies it.
+        """
+        shardings = jax.tree.map(lambda like: like.sharding, self.abstract_decode_state)
+        if meshes.platform(self.mesh) == "cpu":
+            return shardings
+        return shardings._replace(cache=jax.tree.map(lambda place: Format(Layout.AUTO, place), shardings.cache))
 
     @functools.cached_property
     def compile_both(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
@@ -253,9 +263,9 @@ class GenerationPrograms(Forward):
         what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
         fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
         self.check_held(self.held)
-        traced = self.trace_prefill(), self.trace_decode()
-        prefill, decode = (self.compile(one.lower(), what, fix, self.program_kinds) for one in traced)
-        return prefill, decode
+        decode = self.compile(self.trace_decode().lower(), what, fix, self.program_kinds)
+        cache = decode.input_formats[0][1].cache if meshes.platform(self.mesh) != "cpu" else None
+        return self.compile(self.trace_prefill(cache).lower(), what, fix, self.program_kinds), decode
 
     def _prefill(self, params: Any, prompts: Prompts, settings: SamplingSettings) -> tuple[DecodeState, Choice]:
         with self.trace_under():
@@ -275,7 +285,7 @@ class GenerationPrograms(Forward):
     ) -> tuple[DecodeState, Choice]:
         """The state with the tokens that come into its slot, and their choice."""
         position_B = state.slot - _begins(self.model, state.start_B)
-        with scope("of", "sampling"):
+        with scope("of", SAMPLING):
             logits_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)[:, : self.config.model.vocab]
             if self.processors:
                 new = state.slot - self.sizes.prompt
@@ -362,20 +372,3 @@ def _decode_state_shapes(model: configs.ModelConfig, sizes: Sizes, history: bool
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
     history_BT = jax.ShapeDtypeStruct((sizes.rows, sizes.slots), jnp.int32) if history else None
     return DecodeState(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows, rows, history_BT)
-
-
-def _in_memory(platform: str, model: configs.ModelConfig) -> tuple[int, ...] | None:
-    """The order in which the axes [L, B, S, K, H] of the cache lie in memory, or None for this one.
-
-    With another order, each token copies the whole cache. The loop over layers of TPUs writes a token as
-    [L, S, K, B, H]. The matmuls of GPUs read the keys of several heads as [L, B, K, H, S]. Where a head has keys of its
-    own, or all heads share theirs, GPUs read them as they are.
-    """
-    if platform == "tpu":
-        return 0, 2, 3, 1, 4
-    return (0, 1, 3, 4, 2) if platform == "gpu" and 1 < model.kv_heads < model.heads else None
-
-
-def format_or_sharding(like: jax.ShapeDtypeStruct) -> Any:
-    """Where an array lies, with the order of its axes in memory if that is chosen."""
-    return like.sharding if like.format.layout is None else like.format

@@ -88,7 +88,7 @@ class ModelTransfers(Transfers):
         matmuls = [matmul for matmul in self.matmuls if not self.is_head(matmul)]
         inner = {source: matmul for matmul in matmuls if (source := self.graph.gathered_from(matmul.input))}
         names = self.rules.vocabulary
-        low_rank = [matmul for matmul in matmuls if names.adapted_path(matmul.path) != matmul.path]
+        low_rank = [matmul for matmul in matmuls if names.placing_path(matmul.path) != matmul.path]
         adapters = [(first, inner[first.output]) for first in low_rank if first.output in inner]
         reads: dict[Node, list[Matmul]] = collections.defaultdict(list)
         writes: dict[Node, list[Matmul]] = collections.defaultdict(list)
@@ -322,7 +322,7 @@ class ModelTransfers(Transfers):
 
         An adapter is split as its weight is.
         """
-        path = self.rules.vocabulary.adapted_path(matmul.path)
+        path = self.rules.vocabulary.placing_path(matmul.path)
         compute_spec = self.graph.placements_in_use[path][0].placed
         assert compute_spec and stream_end.placed
         return {

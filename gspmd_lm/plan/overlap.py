@@ -90,7 +90,7 @@ class Overlap:
             link = network.link(groups[axes])
             whole_bytes = size_bytes / sent_bytes("all-gather", 1, len(groups[axes][0]))
             if kind in ("stages", "waiting"):
-                seconds = times * network.time_s("collective-permute", size_bytes, _neighbours(groups[axes]))
+                seconds = times * network.time_s("collective-permute", size_bytes, neighbours(groups[axes]))
             else:
                 seconds = times * network.time_s("all-gather", whole_bytes, groups[axes])
             total_s += seconds
@@ -207,7 +207,7 @@ def _sharing_links(network: Network, groups: Mapping[str, Groups], sent: Iterabl
     return links
 
 
-def _neighbours(groups: Groups) -> Groups:
+def neighbours(groups: Groups) -> Groups:
     """The pairs of devices of which the first one sends to the second, which is the next of its group."""
     return tuple(pair for group in groups for pair in zip(group, (*group[1:], group[0]), strict=True))
 

@@ -1,6 +1,7 @@
 """The search for the best layout: all are estimated, few are compiled, and what these show corrects the estimates."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -16,9 +17,11 @@ from gspmd_lm.foresight.known_errors import estimate_error, kind_of, mean_error
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
+from gspmd_lm.plan.decoding import DecodeSpace
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.program.task import Task
+from gspmd_lm.train import decoder
 from gspmd_lm.units import plural
 
 BEYOND = 2.0  # the share of the limit above which an estimate of memory is believed without a compiler
@@ -40,6 +43,7 @@ Reports = Callable[..., list[Report]]
 Say = Callable[..., None]
 See = Callable[[Candidate], None]
 RankBy = Literal["time", "bytes"]
+Phase = Literal["train", "decode"]
 
 
 def ranking(target: Target) -> RankBy:
@@ -47,7 +51,7 @@ def ranking(target: Target) -> RankBy:
     return "time" if target.chip else "bytes"
 
 
-def estimate_layouts(space: Space, until_s: float = math.inf, see: See = lambda _: None) -> list[Candidate]:
+def estimate_layouts(space: Space | DecodeSpace, until_s: float = math.inf, see: See = lambda _: None) -> list[Candidate]:
     """Every layout of a space, with its estimate. until_s: see `Space.filled`. see: is told of each at once."""
     chip, estimate = space.target.chip, space.estimator.estimate
     limit_bytes = chip.usable_hbm_bytes if chip else None
@@ -68,6 +72,7 @@ def plan(
     most: int = 40,
     reports: Reports = explain.reports,
     see: See = lambda _: None,
+    phase: Phase = "train",
 ) -> Plan:
     """The best layout of `config` on `target`, and what else was looked at. See `plans`."""
     how: dict[str, Any] = {
@@ -77,6 +82,7 @@ def plan(
         "most": most,
         "reports": reports,
         "see": see,
+        "phase": phase,
     }
     return plans([(config, target)], **how)[0]
 
@@ -90,6 +96,7 @@ def plans(
     most: int = 40,
     reports: Reports = explain.reports,
     see: See = lambda _: None,
+    phase: Phase = "train",
 ) -> list[Plan]:
     """The best layout of each config on its target, and what else was looked at.
 
@@ -100,6 +107,7 @@ def plans(
     most: how many layouts of a case are compiled; with 0 all are only estimated.
     rank_by: "bytes" needs no times and compiles nothing; layouts are ranked by what they send, then by memory. reports:
     what compiles, as `explain.reports` does. see: is told of each layout when it is estimated, and when it is compiled.
+    phase: decode asks for layouts of generation, see `decoding.DecodeSpace`.
     Raises InputError where a target has no times, and where no mesh of its
     devices divides the batch.
     """
@@ -111,12 +119,16 @@ def plans(
     for number, (config, target) in enumerate(cases):
         now = time.monotonic()
         share_s = max(began + 60 * minutes * ESTIMATING - now, 0.0) / (len(cases) - number)
-        if id(config) not in traces:
-            traces[id(config)] = TraceCache(config)
-        known = traces[id(config)]
-        place = f"{target.text}, {known.task.rows} rows: " if len(cases) > 1 else ""
+        if phase == "decode":
+            making: Callable[[], Space | DecodeSpace] = functools.partial(DecodeSpace, config, target)
+        else:
+            if id(config) not in traces:
+                traces[id(config)] = TraceCache(config)
+            making = functools.partial(Space, config, target, traces[id(config)])
+        place = f"{target.text}, {decoder.task(config).rows} rows: " if len(cases) > 1 else ""
         told: Say = lambda message, place=place: say(place + message)  # noqa: E731
-        searches.append(_begin_search(known, target, now + share_s, told, reports, clock, most, see))
+        asking = functools.partial(reports, phase=phase) if phase != "train" else reports
+        searches.append(_begin_search(making, now + share_s, told, asking, clock, most, see))
     if rank_by == "bytes":
         for search in searches:
             search.stopped = "layouts are ranked by bytes alone"
@@ -129,8 +141,7 @@ def plans(
 
 
 def _begin_search(
-    traces: TraceCache,
-    target: Target,
+    make_space: Callable[[], Space | DecodeSpace],
     until_s: float,
     say: Say,
     reports: Reports,
@@ -140,10 +151,10 @@ def _begin_search(
 ) -> "_Search":
     """A search that has its estimates, as many as there was time for until `until_s`."""
     began = time.monotonic()
-    space = Space(traces.task, target, traces)
+    space = make_space()
     candidates = estimate_layouts(space, until_s, see)
     if not candidates:
-        raise _no_mesh(traces.task, target, space.refused)
+        raise _no_mesh(space.task, space.target, space.refused)
     for note in space.notes:
         say(note)
     said = f"estimated {plural(len(candidates), 'layout')} in {time.monotonic() - began:.0f} s", space.not_estimated
@@ -165,7 +176,7 @@ class _Clock(NamedTuple):
 class _Search:
     def __init__(
         self,
-        space: Space,
+        space: Space | DecodeSpace,
         candidates: Sequence[Candidate],
         say: Say,
         reports: Reports,
@@ -375,7 +386,7 @@ class _Search:
     def result(self, rank_by: RankBy) -> Plan:
         """The plan, as far as it has come."""
         best, error, space = self.best, self._error(), self.space
-        tokens, unit = self.task.batch_size
+        tokens, unit = space.batch_size
         if rank_by == "bytes":
             ranked = sorted(self.untried, key=lambda one: (one.estimate.sent_bytes, one.peak_bytes, one.entries))
             best, ties = (ranked[0] if ranked else None), []

@@ -126,6 +126,11 @@ class Space:
                     yield named, dataclasses.replace(rules, remat=remat, path=describe(named))
 
     @property
+    def batch_size(self) -> tuple[int, str]:
+        """What speeds count of a step: so many tokens, or rows."""
+        return self.task.batch_size
+
+    @property
     def not_estimated(self) -> str:
         """How many of the meshes, each with its tables, there was no time for; '' if there was time for all."""
         left_out = f"{self.left_out:,} of {self.tables:,} meshes and tables were not estimated for want of time"
@@ -359,7 +364,7 @@ def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> R
     for axis, _ in firsts.most_common():
         if axis not in joined and not any(axis in names and {*hidden} & {*names} for names in arrays):
             hidden.append(axis)
-    adapters = traces.task.names.adapters
+    adapters = traces.task.names.placed_like
     # Matrices inside a block that have no width, as those that make keys from a shorter vector.
     inside = {
         f"{name}.{axes[path][0]}": used[path]

@@ -38,17 +38,17 @@ class Vocabulary:
     remat: tuple[str, ...] | None = None  # what `remat: {save: ...}` has a choice about; None: every activation
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # axis -> the setting of its size, for errors
     stages: str = ""  # the stack of layers that a pipeline cuts in stages: its module, and the axis of its weights
-    adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)  # weight -> the one whose rows place it too
+    placed_like: Mapping[str, str] = dataclasses.field(default_factory=dict)  # array -> the one whose rows place it too
 
     @property
     def arrays(self) -> dict[str, str]:
         """Weights and activations -> their meaning."""
         return {**self.weights, **self.activations}
 
-    def adapted_path(self, path: str) -> str:
-        """The path of the weight that an adapter's matrix belongs to. For any other array, `path` itself."""
+    def placing_path(self, path: str) -> str:
+        """The path of the array whose rows place `path` too: of an adapter's matrix, its weight. Else `path` itself."""
         module, dot, name = path.rpartition(".")
-        return f"{module}{dot}{self.adapters.get(name, name)}"
+        return f"{module}{dot}{self.placed_like.get(name, name)}"
 
     @property
     def saveable_names(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import jax
 from gspmd_lm.sharding.rules import TABLES
 
 LOSS = "loss"  # the owner of operations of the loss
+SAMPLING = "sampling"  # of those that choose the next token
 SHARDS = "zrt"  # letters beside those of axes, in equations of `matmuls`: shards of a weight, of rows, of sequences
 
 # What a scope names, for `OpName`, besides an array that a table places.

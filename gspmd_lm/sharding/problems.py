@@ -10,6 +10,8 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, either
 from gspmd_lm.units import human_bytes, plural
 
+UNUSED = "rule-matched-nothing"  # the code of the warning about a row that has no effect
+
 
 class ShardingError(InputError):
     """A rules file contradicts itself, or does not fit the model or the devices. The message lists every problem.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from gspmd_lm.config.paths import short_name
 from gspmd_lm.errors import did_you_mean, either
 from gspmd_lm.sharding.names import Vocabulary
-from gspmd_lm.sharding.problems import Clash, ClashingRow, Problem, place
+from gspmd_lm.sharding.problems import UNUSED, Clash, ClashingRow, Problem, place
 from gspmd_lm.units import plural
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
@@ -209,15 +209,15 @@ class Rules:
         """The row that places one axis of an array, or None.
 
         A finer table is asked first. In one table, a row that names the array beats one that does not. A row that names
-        a weight places its adapter too, unless a row names the adapter's matrix.
+        a weight places its adapter too, unless a row names the adapter's matrix; compare `Vocabulary.placed_like`.
         """
         if self.pipeline and axis == self.vocabulary.stages:
             if path.partition(".")[0] != axis:
                 return None  # layers outside of the stages, which all stages compute
             table = max(table, "weights", key=TABLES.index)  # a stage computes with the layers that it holds
-        rows, weight = [row for row in self.rows if row.axis == axis], self.vocabulary.adapted_path(path)
+        rows, other = [row for row in self.rows if row.axis == axis], self.vocabulary.placing_path(path)
         for name in reversed(TABLES[: TABLES.index(table) + 1]) if rows else ():
-            matches = [row for row in rows if row.table == name and (row.mentions(path) or row.mentions(weight))]
+            matches = [row for row in rows if row.table == name and (row.mentions(path) or row.mentions(other))]
             if matches:
                 return max(matches, key=lambda row: (row.array != "" and row.mentions(path), len(row.array)))
         return None
@@ -362,7 +362,7 @@ class Rules:
             else:
                 lacks = row.axis if named else row.array or row.axis
                 message = f"{row.key}: this config has no {lacks}, so the row does nothing"
-                problems.append(Problem(message, row.place, "drop the row", warning=True, code="rule-matched-nothing"))
+                problems.append(Problem(message, row.place, "drop the row", warning=True, code=UNUSED))
         for name, size in self.mesh.items():
             if size > 1 and not any(name in row.mesh_axes for row in self.rows):
                 message = f"mesh: {name}={size} splits nothing, so its devices compute the same {size} times"

@@ -15,7 +15,7 @@ from gspmd_lm.sharding import names, of_flax, placement, rules_file
 from gspmd_lm.sharding.annotate import Spec
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.placement import Named, Recorder
-from gspmd_lm.sharding.problems import Problem, check
+from gspmd_lm.sharding.problems import UNUSED, Problem, check
 from gspmd_lm.sharding.rules import Row, Rules
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
@@ -149,13 +149,14 @@ def check_layout(
     recorders = list(recorded) or [None]
 
     def problems(chosen: Rules) -> list[Problem]:
-        return [
-            problem
+        each = [
+            placement.problems(chosen, params, one.under(chosen) if one and chosen is not rules else one, optimizer)
             for one in recorders
-            for problem in placement.problems(
-                chosen, params, one.under(chosen) if one and chosen is not rules else one, optimizer
-            )
         ]
+        # A row that one of the programs has a use for is no row that does nothing.
+        idle = [{one for one in found if one.code == UNUSED} for found in each]
+        used_somewhere = set().union(*idle) - set.intersection(*idle)
+        return [problem for found in each for problem in found if problem not in used_somewhere]
 
     found = problems(rules)
     causes = {(problem.place, problem.row) for problem in found}

@@ -201,6 +201,7 @@ def _time(report: Report) -> Section:
             f"{report.unit}/s per device", f"{prediction.tokens_per_s_per_device:,.0f}", f"MFU {prediction.mfu:.1%}"
         ),
         Fact("exposed communication", human_seconds(exposed_s), sent),
+        *_memory_bound(report),
     ]
     blocks: list[Block] = [
         Figure(time_bar(report, step_s)),
@@ -216,6 +217,14 @@ def _time(report: Report) -> Section:
         operations = table_of("Costliest operations", rows, ("operation",))
         blocks.append(Folded("Costliest operations", [operations]))
     return Section("Step time", "predicted", blocks, facts)
+
+
+def _memory_bound(report: Report) -> list[Fact]:
+    """The share of the memory bound that a step of decode reaches."""
+    share, least_s = report.memory_bound_share, report.floor.memory_s
+    if share is None or least_s is None:
+        return []
+    return [Fact("memory bound", f"{share:.0%}", f"weights and cache are read once in {human_seconds(least_s)}")]
 
 
 def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]:

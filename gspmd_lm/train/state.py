@@ -17,7 +17,7 @@ from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import shapes as model_shapes
 from gspmd_lm.sharding.names import is_unnamed
 from gspmd_lm.sharding.placement import Named, Recorder, mark, record
-from gspmd_lm.sharding.problems import Problem
+from gspmd_lm.sharding.problems import UNUSED, Problem
 from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import EXPERT_BUFFER, Rules
 from gspmd_lm.sharding.shapes import Arrays
@@ -132,7 +132,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
         if value not in ("none", "xla", "gather") and key.partition(".")[0] not in named.asked:
             message = f"{key}: the model does not use this key, so the key has no effect"
             place = f"{rules.path}: {key}"
-            more.append(Problem(message, place, f"drop {key}", warning=True, code="rule-matched-nothing"))
+            more.append(Problem(message, place, f"drop {key}", warning=True, code=UNUSED))
     if not task.config:
         more += _not_placed(task, shapes, rules, named)
     return shapes, model_shapes.check_layout(shapes, rules, [named], more)

@@ -147,7 +147,7 @@ def moved_bytes(instruction: Instruction) -> collections.Counter[str]:
     if instruction.opcode == "fusion":
         (inside,) = instruction.called_computations["calls"]
         for n, operand in enumerate(operands):
-            _add(traffic, operand.shape.arrays, _bytes_read(inside.parameters[n]))
+            _add(traffic, operand.shape.arrays, read_bytes(instruction, n))
         _add(traffic, instruction.shape.arrays, _bytes_written(inside.root))
     elif instruction.opcode in _SLICES:
         _add(traffic, instruction.shape.arrays, None)
@@ -174,6 +174,14 @@ def _add(traffic: collections.Counter[str], arrays: tuple[Array, ...], limit_byt
             traffic[memory] += round(array.padded_bytes * share)
 
 
+def read_bytes(instruction: Instruction, operand: int) -> int:
+    """How many bytes an instruction reads of one of its operands."""
+    if instruction.opcode != "fusion":
+        return sum(array.padded_bytes for array in instruction.operands[operand].shape.arrays)
+    (inside,) = instruction.called_computations["calls"]
+    return _bytes_read(inside.parameters[operand])
+
+
 def _bytes_read(value: Instruction) -> int:
     """How many bytes of `value`, a parameter or a view of one, its fused computation reads."""
     whole = sum(array.padded_bytes for array in value.shape.arrays)
@@ -188,10 +196,20 @@ def _bytes_read(value: Instruction) -> int:
             total += 0 if user.is_root else _bytes_read(user)
         elif user.opcode == "fusion":
             (inside,) = user.called_computations["calls"]
-            total += _bytes_read(inside.parameters[user.operands.index(value)])
+            parameter = inside.parameters[user.operands.index(value)]
+            total += _bytes_read(parameter)
+            if _is_view(inside.root, parameter) and not user.is_root:
+                total += _bytes_read(user)
         else:
             return whole
     return min(total, whole)
+
+
+def _is_view(value: Instruction, of: Instruction) -> bool:
+    """Whether a value is another view of a parameter of its fusion."""
+    while value.opcode in ("bitcast", "reshape") and value.operands:
+        value = value.operands[0]
+    return value is of
 
 
 def _tiles_anew(inner: Instruction) -> bool:

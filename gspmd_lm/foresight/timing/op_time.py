@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 
 from gspmd_lm.foresight.hlo import Array, Instruction
 from gspmd_lm.foresight.hlo.work import dot_sides
-from gspmd_lm.foresight.timing import attention, cpu_fusions, gathers, gpu_fusions
+from gspmd_lm.foresight.timing import attention, cpu_fusions, few_rows, gathers, gpu_fusions
 from gspmd_lm.hardware import measured
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped, grouped_gpu
@@ -252,7 +252,11 @@ def _arrays(call: Instruction) -> list[Array]:
 def _matmul_time(instruction: Instruction, chip: Chip, operations: float) -> OpTime:
     inside = (instruction, *instruction.inside)
     matmul = next(i for i in inside if i.opcode != "fusion" and i.flops)
-    seconds = max(_flops_s(matmul, chip, operations), _stored_s(matmul, chip), _memory_s(instruction, chip))
+    units_s, memory_s = _flops_s(matmul, chip, operations), _memory_s(instruction, chip)
+    seconds = max(units_s, _stored_s(matmul, chip), memory_s)
+    few_rows_s = few_rows.seconds(instruction, matmul, chip, memory_s, units_s) if chip.platform == "tpu" else None
+    if few_rows_s is not None:
+        return OpTime(few_rows_s, "attention" if _is_attention(instruction) else "matmul")
     if chip.platform == "cpu":
         seconds += cpu_fusions.arithmetic_s(instruction, chip)
     if instruction.estimated_cycles is not None:

@@ -11,6 +11,7 @@ from gspmd_lm.foresight.hlo.work import COLLECTIVES, ENDED, CollectiveOp, rendez
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import NCCL_CORES, Network
+from gspmd_lm.sharding.op_names import SAMPLING
 
 MAX_ITERATIONS = 8  # of a loop that are simulated, unless two of them take equally long before
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
@@ -228,11 +229,12 @@ class Simulation:
             self.clock_s = value.end_s
 
     def _conditional(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
-        """Runs the branch that computes longest."""
+        """Runs the branch that computes longest; of the choice of a token, the shortest: by default it is greedy."""
         bodies = instruction.bodies
         if instruction not in self.branches:
             costs = [math.fsum(i.executions * self.op_time(i).seconds for i in body.operations) for body in bodies]
-            self.branches[instruction] = bodies[costs.index(max(costs))]
+            wanted = min if SAMPLING in instruction.name_in_model.owners else max
+            self.branches[instruction] = bodies[costs.index(wanted(costs))]
         chosen = self.branches[instruction]
         number = bodies.index(chosen)
         return self.run(chosen, operands[1 + number : 2 + number])

@@ -22,6 +22,8 @@ Q = "q: batch seq heads head_dim"
 K = "k: batch kv_seq kv_heads head_dim"
 V = "v: batch kv_seq kv_heads head_dim"
 OUT = "attention_out: batch seq heads head_dim"
+# Of decoded tokens, where they meet the cache. Unless rows name them, they are placed as queries and results are.
+DECODE_Q, DECODE_OUT = "decode_q: batch seq heads head_dim", "decode_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
 KEY_SEGMENTS = "k: batch kv_seq"  # of keys that are other tokens than the queries
 HEAD = "q: whole heads"
@@ -149,15 +151,16 @@ def attend_to_cache(
 ) -> jax.Array:
     """Attention of one new token per row, in `slot`, to the slots of the cache that hold its text, [B, 1, N, H].
 
-    start_B: int32, the first slot of each row's text.
+    start_B: int32, the first slot of each row's text. Queries move to where the cache is, and results back.
     """
+    q_B1NH = shard(q_B1NH, DECODE_Q)
     slots_1S = jnp.arange(k_BSKH.shape[1])[None]
     seen_B1S = mask(cfg)(slot[None, None], slots_1S) & (slots_1S >= start_B[:, None])[:, None]
     keys_BS = slots_1S - start_B[:, None] if cfg.positions == "alibi_bf16" else slots_1S
     heads_RN = head_numbers(cfg, own_RN)
     with sees(cfg):
         out_B1NH = _xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_RN, cfg=cfg)
-    return shard(out_B1NH, OUT)
+    return shard(shard(out_B1NH, DECODE_OUT), OUT)
 
 
 def unsupported_setting(

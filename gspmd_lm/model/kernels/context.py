@@ -124,9 +124,9 @@ def attend(
     has no order that a ring could go round in: its keys are gathered. Each device may have the keys of whole rows
     already: see `gathered_early`.
     """
-    k_BSKH, v_BSKH = _repeat_for_query_heads(q_BTNH, k_BSKH, v_BSKH)
     if tokens.slot is not None and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, tokens.slot, tokens.start_B, cfg, own_RN)
+    k_BSKH, v_BSKH = _repeat_for_query_heads(q_BTNH, k_BSKH, v_BSKH)
     over, segments_BT, positions_BT = sequence(), tokens.segments_BT, tokens.positions_BT
     form = _form(over, tokens) if over.over else "gather"
     if over.num_shards == 1 or q_BTNH.shape[1] == 1:

@@ -1,0 +1,54 @@
+"""What a product of few rows takes on a TPU. It reads its weights, or the cache, and multiplies each number a few times.
+
+libtpu 0.0.42.1 adds up the copies of an operand's windows and their products in the cycles that it estimates. In its
+schedules, which `benchmarks/few_row_schedules.py` reads, the next window is copied while one is multiplied. So the
+longer of both counts. A TPU v5e reads 8 bits of a weight in 1.9 cycles for 1,024 numbers and multiplies them in 0.6.
+
+TPUs up to v4 have no instruction that unpacks 8 bits, and take 7 others for 1,024 numbers: longer than reading them.
+"""
+
+import math
+
+from gspmd_lm.foresight.hlo import Instruction
+from gspmd_lm.foresight.hlo.work import read_bytes
+from gspmd_lm.hardware.chips import Chip
+
+FEW = 128  # fewer rows than a matrix unit is wide
+LONGER = 2  # times the time of its bytes, from which on what a product computes decides
+REGISTER = 1024  # numbers
+# Cycles of a core that widen 1,024 numbers of 8 bits and multiply them with 8 rows, and with each row more.
+WIDENING = dict.fromkeys(("v2", "v3", "v4"), (3.5, 0.012))  # v2, v3: inferred
+_NARROW = ("s8", "f8")
+
+
+def seconds(product: Instruction, matmul: Instruction, chip: Chip, memory_s: float, units_s: float) -> float | None:
+    """The seconds of a product of few rows; None for others.
+
+    product: an instruction of the schedule. matmul: the one in it. memory_s, units_s: of its bytes, and of its FLOPs.
+    """
+    widened = _widened_numbers(product, matmul)
+    if units_s > LONGER * memory_s or not (widened or _rows(matmul) < FEW):
+        return None
+    copies_s = product.moved_bytes["hbm"] / chip.hbm_bytes_per_s
+    estimated_s = (product.estimated_cycles or 0) / chip.clock_hz
+    widening_s = 0.0
+    if widened and chip.compiler_name in WIDENING:
+        fixed, each_row = WIDENING[chip.compiler_name]
+        cycles = widened / REGISTER * (fixed + each_row * product.flops / (2 * widened))
+        widening_s = cycles / chip.tensor_cores / chip.clock_hz
+    return max(memory_s, units_s, estimated_s - copies_s, widening_s)
+
+
+def _widened_numbers(product: Instruction, matmul: Instruction) -> int:
+    """How many numbers of 8 bits a product widens before it multiplies them."""
+    if all(operand.shape.arrays[0].dtype.startswith(_NARROW) for operand in matmul.operands[:2]):
+        return 0  # they are multiplied as they are
+    narrow = (n for n, one in enumerate(product.operands) if one.shape.arrays[0].dtype.startswith(_NARROW))
+    return sum(read_bytes(product, n) for n in narrow)
+
+
+def _rows(matmul: Instruction) -> float:
+    """The rows, or the columns, of a product, whichever are fewer."""
+    left, right = (operand.shape.arrays[0].elements for operand in matmul.operands[:2])
+    result = matmul.shape.arrays[0].elements
+    return math.sqrt(result * min(left / right, right / left))
