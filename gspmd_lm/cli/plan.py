@@ -33,6 +33,11 @@ def _define(flags: Flags) -> None:
         "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
         "Commas separate several, which are compared.",
     )
+    flags.several(
+        "measured",
+        "Plan with what a run on this chip has measured: its workdir, or its record (errors shows them). This flag may "
+        "be repeated.",
+    )
     flags.group("The search")
     flags.number(
         "minutes",
@@ -71,6 +76,11 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     if values.chip:
         values.target = targets.with_chip(values.target, values.chip)
     places = [targets.parse(text) for text in values.target.split(",")]
+    if values.measured:
+        from gspmd_lm.foresight import step_records
+
+        records, place = step_records.read_records(values.measured), f"--measured={','.join(values.measured)}"
+        places = [step_records.correct(one, records, place) for one in places]
     cases = [(place, one) for place in places for one in _batches(config, values.batch)]
     prices, assumed = capacity.read_prices(values.price), capacity.read_assumptions(values.assume)
     _check(values, cases)

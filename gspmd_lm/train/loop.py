@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import statistics
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from gspmd_lm.runtime.preemption import Agreement
 from gspmd_lm.runtime.watchdog import Watchdog
 from gspmd_lm.train import init_from, progress, saving
 from gspmd_lm.train.init_from import InitFrom
-from gspmd_lm.train.programs import TrainPrograms
+from gspmd_lm.train.programs import MeasuredStep, PreRunReport, TrainPrograms
 from gspmd_lm.train.saving import Best, SkippedSteps
 from gspmd_lm.train.state import State, describe_run
 from gspmd_lm.train.step import Step
@@ -248,6 +249,10 @@ class _Training:
         self.state, self.best = state, best
         self.interrupted = False  # whether the run was asked to stop
         self.last: dict[str, float] = {}  # the values that were logged last
+        # The seconds of a step in each interval between two logs, and of them those of waiting for rows.
+        self.intervals: list[tuple[float, float]] = []
+        self.traced_intervals: list[tuple[float, float]] = []  # those in which the profiler slowed steps down
+        self.trace_file: epath.Path | None = None
         self.meter = self._meter()
         self.skipped_steps = SkippedSteps(checkpoints, self.config.max_skipped)
         self.save_clock, self.agreed = saving.Clock(self.config.checkpoint_minutes), Agreement(start)
@@ -278,7 +283,7 @@ class _Training:
                 self._save()
             try:
                 for at, batch in self._waiting(() if self._ends_early else batches):
-                    trace(at)
+                    self._trace(trace, at)
                     self.state, values = self.program(self.state, batch)
                     self.done = at + 1
                     ends = self._after_step(values)
@@ -291,10 +296,18 @@ class _Training:
                     self.checkpoints.wait()
                     self.say(f"saved step {self.done}; once that row is mended, the same command goes on from there")
                 raise
+            self._trace(trace, None)
             with self.wall_time.spending("saves"):
                 self.checkpoints.wait()  # before anything is promised, and while signals cannot end this process
             self._say_how_it_ended()
         return self.last
+
+    def _trace(self, trace: Callable[[int | None], epath.Path | None], at: int | None) -> None:
+        """Begins or ends the trace of --profile where that is due before step `at`, or None at the end of the run."""
+        if self.run.profile and (at is None or at in self.run.profile):
+            jax.block_until_ready(self.state)  # so that the trace has whole steps
+            self.trace_file = trace(at) or self.trace_file
+            self.meter.restart(self.done)
 
     @contextlib.contextmanager
     def _counting_time(self) -> Iterator[None]:
@@ -351,6 +364,10 @@ class _Training:
 
     def _log_values(self, values: Mapping[str, jax.Array]) -> None:
         self.last = self.meter.read(self.done, values)
+        if "step_time_s" in self.last:
+            first, last = self.run.profile or (self.stop, self.stop)
+            intervals = self.traced_intervals if first < self.done <= last else self.intervals
+            intervals.append((self.last["step_time_s"], self.last["data_wait_s"]))
         self.log.write(self.done, self.last | self.wall_time.totals())
         self.shown.line(self.done, self.last, self.meter.left_s(self.done))
         if self.done == self.start + 1:
@@ -408,9 +425,9 @@ class _Training:
         self.meter.restart(step)
 
     def _say_how_it_ended(self) -> None:
-        train, best = self.config, self.best
+        run, train, best = self.run, self.config, self.best
         if self.interrupted:
-            self.run.has_work_left = self.done < self.stop and not self._ends_early
+            run.has_work_left = self.done < self.stop and not self._ends_early
             self.say(f"stopped at step {self.done} on request; the same command goes on from there")
         elif self._ends_early:
             self.say(
@@ -421,20 +438,20 @@ class _Training:
                 f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept "
                 f"for --step={best.step}"
             )
-        if "step_time_s" in self.last:
-            self._compare(self.last["step_time_s"])
+        if run.programs.report and self.is_main:
+            self._compare(run.programs.report)
 
-    def _compare(self, step_time_s: float) -> None:
+    def _compare(self, report: PreRunReport) -> None:
         """Prints predictions beside measurements, where there are both."""
-        report, parts = self.run.programs.report, []
-        if report and report.step_time_s:
-            times = f"predicted {report.step_time_s * 1e3:.0f} ms, measured {step_time_s * 1e3:.0f} ms"
-            parts.append(f"step {times} (ratio {report.step_time_s / step_time_s:.2f})")
+        if intervals := self.intervals or self.traced_intervals:
+            seconds, wait_s = map(statistics.median, zip(*intervals, strict=True))
+            traced_steps = min(self.done, self.run.profile[1]) - self.run.profile[0] if self.run.profile else 0
+            steps = self.done - self.start
+            measured = MeasuredStep(self.run.workdir, seconds, wait_s, steps, self.trace_file, traced_steps)
+            self.say(report.compare(measured))
         used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        if report and used:
-            parts.append(f"memory compiled {human_bytes(report.peak_bytes)}, measured {human_bytes(used)} at its peak")
-        if parts:
-            self.say("; ".join(parts))
+        if report.peak_bytes and used:
+            self.say(f"memory: compiled {human_bytes(report.peak_bytes)}, measured {human_bytes(used)} at its peak")
 
     def _not_finite_error(self, step: int, skipped: int) -> RunFailed:
         """The error for too many steps in a row that were not finite, whose checkpoints later starts do not use."""

@@ -19,6 +19,7 @@ from gspmd_lm import files
 from gspmd_lm.units import human_clock, human_short
 
 SHORT = {"tokens": "tok", "rows": "rows"}  # the unit of a speed -> its abbreviation
+XPLANE = ".xplane.pb"  # the end of the name of a profiler's file with all events
 HEADED = 20  # a heading stands above every so many lines
 # Heading, width, and how a value is shown. A line has 80 columns at most: docs/monitoring.md explains the columns.
 _COLUMNS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
@@ -263,9 +264,10 @@ def _time(value: float) -> str:
 @contextlib.contextmanager
 def profile_steps(
     profile: tuple[int, int] | None, begin: int, end: int, folder: epath.Path, say: Callable[[str], None]
-) -> Iterator[Callable[[int], None]]:
+) -> Iterator[Callable[[int | None], epath.Path | None]]:
     """A context of a function that is called before each step, with its number. It traces the steps in `profile`.
 
+    It gives the file of this process's trace once that is written. None in place of a number ends a trace early.
     begin, end: of the run. folder: may be remote, because a trace is written elsewhere first, and then copied there.
     `say` warns where the run does not come to the first step of the trace. It also warns where the trace cannot be
     written, and the run goes on without it.
@@ -275,20 +277,22 @@ def profile_steps(
     if profile and not begin <= start < end:
         say(f"warning: --profile={start}:{stop} traces nothing, because the run goes from step {begin} to {end}")
 
-    def at(step: int | None) -> None:
+    def at(step: int | None) -> epath.Path | None:
         nonlocal tracing
         try:
             if tracing and step in (stop, None):
                 tracing = False
                 jax.profiler.stop_trace()
-                _copy(Path(local), folder)
+                copies = _copy(Path(local), folder)
                 say(f"trace of steps {start} to {stop}: {folder}")
-            elif step == start:
+                return next((copy for copy in copies if copy.name.endswith(XPLANE)), None)
+            if step == start:
                 jax.profiler.start_trace(local)
                 tracing = True
         except Exception as error:  # the profiler and stores raise what they like
             why = " ".join(str(error).split())[:300]
             say(f"warning: the trace of steps {start} to {stop} cannot be written to {folder} ({why}); the run goes on")
+        return None
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as local:
         try:
@@ -297,9 +301,12 @@ def profile_steps(
             at(None)
 
 
-def _copy(local: Path, folder: epath.Path) -> None:
-    """Copies the files of a local folder, and of the folders in it, to another one."""
+def _copy(local: Path, folder: epath.Path) -> list[epath.Path]:
+    """The copies of the files of a local folder, and of the folders in it, in another one."""
+    copies = []
     for file in filter(Path.is_file, local.rglob("*")):
         copy = folder / file.relative_to(local).as_posix()
         copy.parent.mkdir(parents=True, exist_ok=True)
         files.replace(copy, file.read_bytes())
+        copies.append(copy)
+    return copies
