@@ -7,6 +7,7 @@ from absl import flags
 
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import RESULTS, Flags, Verb
+from gspmd_lm.runtime.quiet import import_jax
 
 
 def _define(flags: Flags) -> None:
@@ -16,10 +17,11 @@ def _define(flags: Flags) -> None:
 
 def run(values: flags.FlagValues, names: list[str]) -> int:
     """Prints a row for each run, writes the file of --json, and returns the exit code."""
+    outputs.check_writable((values.json,))
+    import_jax()
     from gspmd_lm.foresight import step_records
     from gspmd_lm.show import errors as shown
 
-    outputs.check_writable((values.json,))
     records = step_records.read_records(names)
     shown.show(records, outputs.console(140))
     if values.json:

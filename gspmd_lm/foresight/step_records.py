@@ -9,7 +9,9 @@ import hashlib
 import math
 import re
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from etils import epath
@@ -20,8 +22,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.timing.predict import part_differences, parts_s
-from gspmd_lm.foresight.timing.simulate import Simulation
-from gspmd_lm.foresight.timing.traced import KINDS, traced_step
+from gspmd_lm.foresight.timing.traced import KINDS, scaled, traced_step
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
@@ -87,11 +88,10 @@ class StepRecord:
             times += f", predicted {human_seconds(self.predicted_s)} ({self.error:+.0%})"
         if self.traced_s is None:
             return times
-        traced = f"traced steps took {human_seconds(self.traced_s)} each"
-        if self.predicted_s is not None:
-            return f"{times}\n{traced}; measured against predicted: {self.differences}"
         shown = (f"{part} {human_seconds(s)}" for part, s in self.measured_parts_s.items() if s > 1e-3 * self.traced_s)
-        return f"{times}\n{traced}: {', '.join(shown)}"
+        parts = f"; measured against predicted: {self.differences}" if self.differences else f": {', '.join(shown)}"
+        traced = f"traced steps took {human_seconds(self.traced_s)} each{parts}"
+        return f"{times}\n{textwrap.fill(traced, 80, subsequent_indent='  ')}"
 
 
 def record(report: Report, measured: MeasuredStep, network: Network, device: str) -> StepRecord:
@@ -107,7 +107,7 @@ def record(report: Report, measured: MeasuredStep, network: Network, device: str
         chip_figures=figures(chip) if chip else "",
         device=device,
         versions=versions.installed_versions(("gspmd_lm", "jax", "jaxlib", "libtpu")),
-        workdir=str(measured.workdir),
+        workdir=_place(measured.workdir),
         predicted_s=prediction and prediction.step_time_s,
         predicted_parts_s=parts_s(prediction) if prediction else {},
         measured_s=measured.seconds,
@@ -121,8 +121,13 @@ def read_trace(record: StepRecord, measured: MeasuredStep, text: str, network: N
     assert measured.trace
     module = hlo.parse(text, network.slices)
     traced = traced_step(measured.trace.read_bytes(), measured.traced_steps, module, network)
-    found = traced.slowdowns(Simulation(module, network.chip, network)) if network.chip else {}
+    found = traced.slowdowns(module, network) if network.chip else {}
     return dataclasses.replace(record, traced_s=traced.step_time_s, measured_parts_s=traced.parts_s, slowdowns=found)
+
+
+def _place(workdir: epath.Path) -> str:
+    """The workdir, as it is found from any folder."""
+    return str(workdir) if files.is_remote(workdir) else str(Path(workdir).absolute())
 
 
 def keep(record: StepRecord) -> None:
@@ -206,9 +211,8 @@ def correct(target: Target, records: Sequence[StepRecord], place: str) -> Target
         longer = ", ".join(f"{name} {factor:.3g}" for name, factor in found.items())
     else:
         longer = f"everything {found['other']:.3g}, since no trace tells parts apart"
-    slowdowns = {name: factor * chip.slowdowns.get(name, 1.0) for name, factor in found.items()}
     note = f"corrected by {place}, times as long: {longer}"
-    chip = dataclasses.replace(chip, slowdowns={**chip.slowdowns, **slowdowns}, note=note)
+    chip = dataclasses.replace(chip, slowdowns=scaled(chip.slowdowns, found), note=note)
     return dataclasses.replace(target, chip=chip)
 
 

@@ -5,6 +5,7 @@ or the mesh axes of its collective. At each moment a device computes, or waits f
 """
 
 import collections
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -31,25 +32,61 @@ class TracedStep(NamedTuple):
     compute_s: Mapping[str, float]  # matmul, attention, other
     exposed_s: Mapping[str, float]  # mesh axes -> waiting for their collectives
     gaps_s: Mapping[str, float]  # the kind of what ran before -> time in which nothing runs
-    link_s: Mapping[str, float]  # link -> its collectives, exposed or not; without links of asynchronous ones
+    links: Mapping[str, str]  # mesh axes -> the link of their collectives
 
     @property
     def parts_s(self) -> dict[str, float]:
         """The parts of the step, as `predict.parts_s` names them, and the gaps."""
-        exposed = {axes: s for axes, s in sorted(self.exposed_s.items(), key=lambda wait: -wait[1])}
+        exposed = dict(sorted(self.exposed_s.items(), key=lambda wait: -wait[1]))
         compute = (self.compute_s.get(kind, 0.0) for kind in KINDS)
         return {**parts_s(_Parts(*compute, exposed)), GAPS: sum(self.gaps_s.values())}
 
-    def slowdowns(self, predicted: Simulation) -> dict[str, float]:
-        """How many times as long as predicted each kind of compute took, with the gaps after it, and each link."""
-        measured_s = {kind: self.compute_s.get(kind, 0.0) + self.gaps_s.get(kind, 0.0) for kind in KINDS}
-        pairs = [(name, seconds, predicted.compute_s[name]) for name, seconds in measured_s.items()]
-        pairs += [(name, seconds, predicted.link_s[name]) for name, seconds in self.link_s.items()]
-        least_s = 1e-3 * predicted.clock_s  # what is shorter tells nothing
-        return {name: seconds / other_s for name, seconds, other_s in pairs if seconds and other_s > least_s}
+    def slowdowns(self, module: Module, network: Network) -> dict[str, float]:
+        """How many times as long as predicted each kind of compute took, with the gaps after it, and each link.
+
+        The factor of a link is the one with which a program that computes as slowly waits for it as long as measured.
+        """
+        chip = network.chip
+        assert chip
+        predicted = Simulation(module, chip, network)
+        found = {
+            kind: max(seconds / predicted.compute_s[kind], LEAST_FACTOR)
+            for kind in KINDS
+            for seconds in [self.compute_s.get(kind, 0.0) + self.gaps_s.get(kind, 0.0)]
+            if predicted.compute_s[kind] and self._matters(seconds, predicted.compute_s[kind], predicted)
+        }
+        waits = {link: [axes for axes, its_link in self.links.items() if its_link == link] for link in predicted.link_s}
+        waits = {
+            link: waits_for
+            for link, waits_for in waits.items()
+            if self._matters(self._waiting_s(waits_for), predicted.link_s[link], predicted)
+        }
+        found |= dict.fromkeys(waits, 1.0)
+        for _ in range(2):  # the second time, since what hides behind compute depends on the first
+            slowed = dataclasses.replace(chip, slowdowns=scaled(chip.slowdowns, found))
+            predicted = Simulation(module, slowed, dataclasses.replace(network, chip=slowed))
+            for link, waits_for in waits.items():
+                longer_s = self._waiting_s(waits_for) - sum(predicted.exposed_s[axes] for axes in waits_for)
+                factor = found[link] * (1 + longer_s / predicted.link_s[link])
+                found[link] = max(factor, LEAST_FACTOR)
+        return found
+
+    def _waiting_s(self, several: Iterable[str]) -> float:
+        return sum(self.exposed_s.get(axes, 0.0) for axes in several)
+
+    def _matters(self, measured_s: float, predicted_s: float, predicted: Simulation) -> bool:
+        """Whether a part is long enough in the trace, or in the prediction, to tell something of the chip."""
+        return measured_s > LEAST_SHARE * self.step_time_s or predicted_s > LEAST_SHARE * predicted.clock_s
+
+
+def scaled(slowdowns: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
+    """The slowdowns of a chip, each times its factor."""
+    return {**slowdowns, **{name: factor * slowdowns.get(name, 1.0) for name, factor in factors.items()}}
 
 
 KINDS = ("matmul", "attention", "other")
+LEAST_SHARE = 1e-3  # of a step: a shorter part tells nothing of the chip
+LEAST_FACTOR = 0.001  # of what took no time, or of a link whose collectives hide behind compute
 
 
 class _Parts(NamedTuple):
@@ -79,7 +116,7 @@ def traced_step(xspace: bytes, steps: int, module: Module, network: Network) -> 
     """
     instructions = {one.name: one for one in module.operations if one.opcode not in _CONTROL}
     parts = {name: _part(one, network) for name, one in instructions.items()}
-    devices, link_ns, asynchronous = collections.defaultdict[Any, list[_Event]](list), collections.Counter(), set()
+    devices, links = collections.defaultdict[Any, list[_Event]](list), dict[str, str]()
     named_ns = unnamed_ns = 0.0
     for device, name, begin_ns, taken_ns in _events(xspace, module.name):
         if name not in instructions:
@@ -88,9 +125,7 @@ def traced_step(xspace: bytes, steps: int, module: Module, network: Network) -> 
         kind, axes, link = parts[name]
         named_ns += taken_ns
         devices[device].append(_Event(begin_ns, begin_ns + taken_ns, kind, axes))
-        if link:
-            link_ns[link] += taken_ns
-            asynchronous |= {link} if instructions[name].phase == "-done" else set()
+        links |= {axes: link} if axes else {}
     if not devices or named_ns < LEAST_NAMED * (named_ns + unnamed_ns):
         share = named_ns / (named_ns + unnamed_ns or 1.0)
         raise ValueError(f"the trace names the instructions of {share:.0%} of the time of {module.name}")
@@ -103,8 +138,7 @@ def traced_step(xspace: bytes, steps: int, module: Module, network: Network) -> 
     taken_ns = sum(
         max(one.end_ns for one in events) - min(one.begin_ns for one in events) for events in devices.values()
     )
-    link_s = {link: ns * scale for link, ns in link_ns.items() if link not in asynchronous}
-    return TracedStep(taken_ns * scale, compute_s, exposed_s, gaps_s, link_s)
+    return TracedStep(taken_ns * scale, compute_s, exposed_s, gaps_s, links)
 
 
 def _events(xspace: bytes, program: str) -> Iterable[tuple[Any, str, float, float]]:
