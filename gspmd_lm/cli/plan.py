@@ -81,6 +81,8 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
         records, place = step_records.read_records(values.measured), f"--measured={','.join(values.measured)}"
         places = [step_records.correct(one, records, place) for one in places]
+        for one in places:
+            outputs.say(f"{one.text}: {one.chip and one.chip.note}")
     cases = [(place, one) for place in places for one in _batches(config, values.batch)]
     prices, assumed = capacity.read_prices(values.price), capacity.read_assumptions(values.assume)
     _check(values, cases)

@@ -22,7 +22,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.timing.predict import part_differences, parts_s
-from gspmd_lm.foresight.timing.traced import KINDS, scaled, traced_step
+from gspmd_lm.foresight.timing.traced import KINDS, scale_slowdowns, traced_step
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
@@ -212,7 +212,7 @@ def correct(target: Target, records: Sequence[StepRecord], place: str) -> Target
     else:
         longer = f"everything {found['other']:.3g}, since no trace tells parts apart"
     note = f"corrected by {place}, times as long: {longer}"
-    chip = dataclasses.replace(chip, slowdowns=scaled(chip.slowdowns, found), note=note)
+    chip = dataclasses.replace(chip, slowdowns=scale_slowdowns(chip.slowdowns, found), note=note)
     return dataclasses.replace(target, chip=chip)
 
 

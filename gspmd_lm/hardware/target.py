@@ -296,10 +296,10 @@ def larger(target: Target) -> Iterator[Target]:
         hosts, per_host = target.topology
         sizes = (f"{hosts * 2**n}x{per_host}" for n in range(1, (MOST_DEVICES // (hosts * per_host)).bit_length()))
     larger_ones = (size for size in sizes if _chips(size) > math.prod(target.topology))
-    return (_resized(target, size) for size in larger_ones)
+    return (_resize(target, size) for size in larger_ones)
 
 
-def _resized(target: Target, size: str) -> Target:
+def _resize(target: Target, size: str) -> Target:
     """The target with as many of the same chips as `size` says, and with what a run has measured of them."""
     (_, slash, network), chip = _without_network(target.text), target.chip
     other = parse(f"{target.chip_text}:{size}{slash}{network}")
@@ -314,7 +314,7 @@ def with_chips(target: Target, chips: int) -> Target | None:
     if chip.platform == "gpu":
         _, per_host = target.topology
         hosts = -(-chips // per_host)
-        return _resized(target, f"{hosts}x{per_host}") if hosts * per_host <= MOST_DEVICES else None
+        return _resize(target, f"{hosts}x{per_host}") if hosts * per_host <= MOST_DEVICES else None
     return next((one for one in larger(target) if one.devices >= chips * chip.devices_per_chip), None)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import statistics
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from gspmd_lm.runtime.preemption import Agreement
 from gspmd_lm.runtime.watchdog import Watchdog
 from gspmd_lm.train import init_from, progress, saving
 from gspmd_lm.train.init_from import InitFrom
-from gspmd_lm.train.programs import MeasuredStep, PreRunReport, TrainPrograms
+from gspmd_lm.train.programs import PreRunReport, TrainPrograms
 from gspmd_lm.train.saving import Best, SkippedSteps
 from gspmd_lm.train.state import State, describe_run
 from gspmd_lm.train.step import Step
@@ -249,9 +248,6 @@ class _Training:
         self.state, self.best = state, best
         self.interrupted = False  # whether the run was asked to stop
         self.last: dict[str, float] = {}  # the values that were logged last
-        # The seconds of a step in each interval between two logs, and of them those of waiting for rows.
-        self.intervals: list[tuple[float, float]] = []
-        self.traced_intervals: list[tuple[float, float]] = []  # those in which the profiler slowed steps down
         self.trace_file: epath.Path | None = None
         self.meter = self._meter()
         self.skipped_steps = SkippedSteps(checkpoints, self.config.max_skipped)
@@ -364,10 +360,6 @@ class _Training:
 
     def _log_values(self, values: Mapping[str, jax.Array]) -> None:
         self.last = self.meter.read(self.done, values)
-        if "step_time_s" in self.last:
-            first, last = self.run.profile or (self.stop, self.stop)
-            intervals = self.traced_intervals if first < self.done <= last else self.intervals
-            intervals.append((self.last["step_time_s"], self.last["data_wait_s"]))
         self.log.write(self.done, self.last | self.wall_time.totals())
         self.shown.line(self.done, self.last, self.meter.left_s(self.done))
         if self.done == self.start + 1:
@@ -443,11 +435,7 @@ class _Training:
 
     def _compare(self, report: PreRunReport) -> None:
         """Prints predictions beside measurements, where there are both."""
-        if intervals := self.intervals or self.traced_intervals:
-            seconds, wait_s = map(statistics.median, zip(*intervals, strict=True))
-            traced_steps = min(self.done, self.run.profile[1]) - self.run.profile[0] if self.run.profile else 0
-            steps = self.done - self.start
-            measured = MeasuredStep(self.run.workdir, seconds, wait_s, steps, self.trace_file, traced_steps)
+        if measured := self.meter.measured_step(self.run.workdir, self.run.profile, self.trace_file):
             self.say(report.compare(measured))
         used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         if report.peak_bytes and used:

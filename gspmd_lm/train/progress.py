@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 
 from gspmd_lm import files
+from gspmd_lm.train.programs import MeasuredStep
 from gspmd_lm.units import human_clock, human_short
 
 SHORT = {"tokens": "tok", "rows": "rows"}  # the unit of a speed -> its abbreviation
@@ -86,6 +88,7 @@ class Meter:
         self.epochs, self.flops, self.peak_flops_per_s = epochs, flops, peak_flops_per_s
         self.first_step_s: float | None = None  # from the beginning until the first step had ended
         self.per_s: float | None = None  # tokens or rows, in the last interval
+        self.intervals: list[tuple[int, float, float]] = []  # the last step of each, and seconds of a step and its wait
         self.begin()
 
     def begin(self) -> None:
@@ -132,10 +135,25 @@ class Meter:
                 f"{self.unit}_per_s": self.per_s,
                 "data_wait_s": self.wait_s / steps,
             }
+            self.intervals.append((step, step_time_s, self.wait_s / steps))
             if self.peak_flops_per_s:
                 logged["mfu"] = self.flops / step_time_s / self.peak_flops_per_s
         self.restart(step)
         return logged
+
+    def measured_step(
+        self, workdir: epath.Path, profile: tuple[int, int] | None, trace: epath.Path | None
+    ) -> MeasuredStep | None:
+        """The step of the run so far; None after fewer than two steps.
+
+        profile: the steps of the trace, which slows them down. trace: its file, if it is written.
+        """
+        if not self.intervals:
+            return None
+        last, (first, end) = self.intervals[-1][0], profile or (self.stop, self.stop)
+        untraced = [interval for interval in self.intervals if not first < interval[0] <= end]
+        _, seconds, wait_s = map(statistics.median, zip(*(untraced or self.intervals), strict=True))
+        return MeasuredStep(workdir, seconds, wait_s, last - self.start, trace, min(last, end) - first)
 
     def left_s(self, step: int) -> float | None:
         """The time until the last step, at the speed since the first one, evaluation and saving included."""

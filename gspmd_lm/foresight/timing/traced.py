@@ -62,13 +62,17 @@ class TracedStep(NamedTuple):
             if self._matters(self._waiting_s(waits_for), predicted.link_s[link], predicted)
         }
         found |= dict.fromkeys(waits, 1.0)
-        for _ in range(2):  # the second time, since what hides behind compute depends on the first
-            slowed = dataclasses.replace(chip, slowdowns=scaled(chip.slowdowns, found))
+        for _ in range(MOST_TRIES):  # since a collective may hide behind compute until it is slow enough
+            slowed = dataclasses.replace(chip, slowdowns=scale_slowdowns(chip.slowdowns, found))
             predicted = Simulation(module, slowed, dataclasses.replace(network, chip=slowed))
-            for link, waits_for in waits.items():
-                longer_s = self._waiting_s(waits_for) - sum(predicted.exposed_s[axes] for axes in waits_for)
-                factor = found[link] * (1 + longer_s / predicted.link_s[link])
-                found[link] = max(factor, LEAST_FACTOR)
+            longer_s = {
+                link: self._waiting_s(waits_for) - sum(predicted.exposed_s[axes] for axes in waits_for)
+                for link, waits_for in waits.items()
+            }
+            if all(abs(seconds) < LEAST_SHARE * self.step_time_s for seconds in longer_s.values()):
+                break
+            for link, seconds in longer_s.items():
+                found[link] = max(found[link] * (1 + seconds / predicted.link_s[link]), LEAST_FACTOR)
         return found
 
     def _waiting_s(self, several: Iterable[str]) -> float:
@@ -79,14 +83,15 @@ class TracedStep(NamedTuple):
         return measured_s > LEAST_SHARE * self.step_time_s or predicted_s > LEAST_SHARE * predicted.clock_s
 
 
-def scaled(slowdowns: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
+def scale_slowdowns(slowdowns: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
     """The slowdowns of a chip, each times its factor."""
     return {**slowdowns, **{name: factor * slowdowns.get(name, 1.0) for name, factor in factors.items()}}
 
 
 KINDS = ("matmul", "attention", "other")
 LEAST_SHARE = 1e-3  # of a step: a shorter part tells nothing of the chip
-LEAST_FACTOR = 0.001  # of what took no time, or of a link whose collectives hide behind compute
+MOST_TRIES = 8  # of the factors of links, each of which simulates the program once
+LEAST_FACTOR = 1e-6  # of what took no time, or of a link whose collectives hide behind compute
 
 
 class _Parts(NamedTuple):
