@@ -28,9 +28,11 @@ from gspmd_lm.data import loader, trained
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError, is_whole_number, printable
-from gspmd_lm.foresight import compile, explain
+from gspmd_lm.foresight import compile, explain, step_records
 from gspmd_lm.foresight.propagation import read_train
+from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
+from gspmd_lm.hardware.network import Network
 from gspmd_lm.infer import eight_bits
 from gspmd_lm.infer.generate import SampleGenerator
 from gspmd_lm.infer.loaded import TaskModel
@@ -47,7 +49,7 @@ from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import first_lines
 from gspmd_lm.train import decoder, loop, state, step
 from gspmd_lm.train.optimizer import unfinished_schedule_note
-from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
+from gspmd_lm.train.programs import MeasuredStep, PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
 from gspmd_lm.units import plural
 from gspmd_lm.workdir import checkpoint, history, layout, lock, orbax_folder, trackers
@@ -333,7 +335,7 @@ def open_run(
                 machine,
                 session.say,
                 compile_caches.enable(compile_cache),
-                report_step=_report_step(built, warnings, session.chip_file) if writes else None,
+                report_step=_report_step(built, warnings, session) if writes else None,
                 executable=executable,
             ),
             open_rows=rows or functools.partial(_open_rows, session, workdir),
@@ -393,14 +395,17 @@ def _fresh_workdir(name: str) -> epath.Path:
     return next(path for path in candidates if not path.exists())
 
 
-def _report_step(built: Step, problems: Sequence[Problem], chip_file: str) -> ReportStep:
+def _report_step(built: Step, problems: Sequence[Problem], session: Session) -> ReportStep:
     """A function that says what a compiled step costs here. It raises InputError if the step does not fit."""
 
     def report_step(compiled: Any, traced: Any, options: Mapping[str, Any], compile_s: float) -> PreRunReport:
-        devices = target.from_devices(list(built.mesh.devices.flat), chip_file)
+        devices = target.from_devices(list(built.mesh.devices.flat), session.chip_file)
         reading = read_train(built, traced)
         program = compile.describe_compiled(built, compiled, reading, options, devices, compile_s)
-        report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
+        try:
+            report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
+        except Exception as error:  # a run does not end because nothing can be said of it
+            return PreRunReport(f"warning: nothing is predicted ({_reason(error)})", lambda _: "", 0, 0.0, None)
         if not report.memory.fits:
             page = terminal.text_of(lambda console: comparison.show([report], console), 120)
             raise InputError(
@@ -409,10 +414,30 @@ def _report_step(built: Step, problems: Sequence[Problem], chip_file: str) -> Re
             )
         return PreRunReport(
             first_lines(report, [problem.message for problem in problems]),
-            report.prediction.step_time_s if report.prediction else None,
+            functools.partial(_compare_step, session, compiled, report, explain.network(program, built.rules, devices)),
             report.memory.peak_bytes,
             report.floor.flops * built.mesh.size,
             devices.chip and devices.chip.peak_bf16_flops_per_s,
         )
 
     return report_step
+
+
+def _compare_step(session: Session, compiled: Any, report: Report, network: Network, measured: MeasuredStep) -> str:
+    """What a run says of its measured step beside the predicted one. Both are kept."""
+    record, warnings = step_records.record(report, measured, network, session.machine.device_kind), []
+    if measured.trace:
+        try:
+            record = step_records.read_trace(record, measured, compiled.as_text(), network)
+        except Exception as error:  # the run has reached its end, whatever its trace holds
+            warnings.append(f"warning: {measured.trace}: the parts of a step are not known ({_reason(error)})")
+    try:
+        step_records.keep(record)
+    except OSError as error:
+        warnings.append(f"warning: the record of the step is not kept ({_reason(error)})")
+    return "\n".join([*warnings, record.describe()])
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -56,6 +56,7 @@ def caches(tmp_path_factory):
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GSPMD_LM_CACHE", str(folder / "caches"))
+        patch.setenv("GSPMD_LM_RUNS", str(folder / "runs"))
         yield folder / "caches"
 
 

@@ -66,6 +66,7 @@ IN_FORESIGHT = {
     "timing": "hlo",
     "whole_job": "",
     "report": "table timing bounds collectives memory whole_job",
+    "step_records": "report timing hlo",
     "advice": "table report timing bounds collectives memory hlo whole_job",
     "explain": "table advice report timing bounds collectives memory compile known_errors hlo graph exported any_step "
     "whole_job",

@@ -38,6 +38,11 @@ def _define(flags: Flags) -> None:
         "train",
         "The step to plan for: train, or decode, which makes a token of each of data.batch rows with data.seq slots each.",
     )
+    flags.several(
+        "measured",
+        "Plan with what a run on this chip has measured: its workdir, or its record (errors shows them). This flag may "
+        "be repeated.",
+    )
     flags.group("The search")
     flags.number(
         "minutes",
@@ -76,6 +81,13 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     if values.chip:
         values.target = targets.with_chip(values.target, values.chip)
     places = [targets.parse(text) for text in values.target.split(",")]
+    if values.measured:
+        from gspmd_lm.foresight import step_records
+
+        records, place = step_records.read_records(values.measured), f"--measured={','.join(values.measured)}"
+        places = [step_records.correct(one, records, place) for one in places]
+        for one in places:
+            outputs.say(f"{one.text}: {one.chip and one.chip.note}")
     cases = [(place, one) for place in places for one in _batches(config, values.batch)]
     prices, assumed = capacity.read_prices(values.price), capacity.read_assumptions(values.assume)
     _check(values, cases)

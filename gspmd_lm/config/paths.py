@@ -40,6 +40,12 @@ def cache_folder(name: str) -> Path:
     return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / name
 
 
+def records_folder() -> Path:
+    """The folder of the records of all runs: $GSPMD_LM_RUNS, or in the user's data directory. It need not exist."""
+    chosen = os.environ.get("GSPMD_LM_RUNS")
+    return Path(chosen) if chosen else Path(platformdirs.user_data_dir("gspmd_lm", appauthor=False)) / "runs"
+
+
 def cache_entry(path: Path, *beside: Path) -> Path:
     """The path to which a user writes an entry of a cache: `path`, or where another user keeps it, one of their own.
 

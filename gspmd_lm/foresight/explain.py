@@ -271,8 +271,7 @@ def _read(
 
     flops, needed: of one device, as in `predict.predict`. tokens: of all devices; None: not known.
     """
-    hosts = target.simulated_hosts if target.platform == "cpu" else program.hosts
-    network = Network(target.chip, program.coords, program.slices, hosts, rules.mesh)
+    links = network(program, rules, target)
     limit_bytes = target.chip and target.chip.usable_hbm_bytes
     if program.refusal:
         refused = memory.refused_memory(program.refusal, program.state_bytes, limit_bytes)
@@ -280,14 +279,20 @@ def _read(
     module = hlo.parse(program.text, program.slices)
     known, accepted = _device_arrays(named, rules), target.platform == "tpu"
     device_memory = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
-    moved = collectives.find(module, rules, {row.path: row.axes for row in named}, network, graph)
+    moved = collectives.find(module, rules, {row.path: row.axes for row in named}, links, graph)
     if not target.chip:
         return _Read(module, device_memory, moved, None, NOT_ON_CPU)
     each = None if tokens is None else tokens / target.devices
-    predicted = predict.predict(module, target.chip, network, flops, each, error, needed)
+    predicted = predict.predict(module, target.chip, links, flops, each, error, needed)
     if not predicted.step_time_s:
         return _Read(module, device_memory, moved, None, "the program computes nothing")
     return _Read(module, device_memory, moved, predicted, "")
+
+
+def network(program: CompiledProgram, rules: Rules, target: Target) -> Network:
+    """The devices of a program on its target, and the links between them."""
+    hosts = target.simulated_hosts if target.platform == "cpu" else program.hosts
+    return Network(target.chip, program.coords, program.slices, hosts, rules.mesh)
 
 
 def _versions(program: CompiledProgram) -> dict[str, str]:

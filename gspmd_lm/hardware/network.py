@@ -150,9 +150,12 @@ class Network:
 
         Raises: ValueError for another kind.
         """
-        chip = self.chip
-        if chip is None:
+        if self.chip is None:
             raise ValueError("simulated devices have no times")
+        return self.chip.slowdowns.get(self.link(groups), 1.0) * self._time_s(self.chip, kind, size_bytes, groups)
+
+    def _time_s(self, chip: Chip, kind: str, size_bytes: float, groups: Groups) -> float:
+        """The seconds of one collective, as the figures of the chip but its slowdowns say."""
         if seconds := self._measured_s(chip, kind, size_bytes, groups):
             return seconds
         if chip.platform == "cpu":  # of which nothing like it was measured: the bytes alone

@@ -287,7 +287,7 @@ def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
 
 def larger(target: Target) -> Iterator[Target]:
     """Targets of the same chip with more and more devices, which are rented out in these shapes."""
-    chip, (_, slash, network) = target.chip, _without_network(target.text)
+    chip = target.chip
     assert chip
     sizes: Iterable[str] = _flat(chip) if chip.torus_dimensions == 2 else (*_SMALL_CUBOIDS, *_CUBOIDS)
     if chip.platform == "cpu":
@@ -296,7 +296,15 @@ def larger(target: Target) -> Iterator[Target]:
         hosts, per_host = target.topology
         sizes = (f"{hosts * 2**n}x{per_host}" for n in range(1, (MOST_DEVICES // (hosts * per_host)).bit_length()))
     larger_ones = (size for size in sizes if _chips(size) > math.prod(target.topology))
-    return (parse(f"{target.chip_text}:{size}{slash}{network}") for size in larger_ones)
+    return (_resize(target, size) for size in larger_ones)
+
+
+def _resize(target: Target, size: str) -> Target:
+    """The target with as many of the same chips as `size` says, and with what a run has measured of them."""
+    (_, slash, network), chip = _without_network(target.text), target.chip
+    other = parse(f"{target.chip_text}:{size}{slash}{network}")
+    assert chip and other.chip
+    return dataclasses.replace(other, chip=dataclasses.replace(other.chip, slowdowns=chip.slowdowns, note=chip.note))
 
 
 def with_chips(target: Target, chips: int) -> Target | None:
@@ -304,13 +312,9 @@ def with_chips(target: Target, chips: int) -> Target | None:
     chip = target.chip
     assert chip
     if chip.platform == "gpu":
-        (_, per_host), (_, slash, network) = target.topology, _without_network(target.text)
+        _, per_host = target.topology
         hosts = -(-chips // per_host)
-        return (
-            parse(f"{target.chip_text}:{hosts}x{per_host}{slash}{network}")
-            if hosts * per_host <= MOST_DEVICES
-            else None
-        )
+        return _resize(target, f"{hosts}x{per_host}") if hosts * per_host <= MOST_DEVICES else None
     return next((one for one in larger(target) if one.devices >= chips * chip.devices_per_chip), None)
 
 

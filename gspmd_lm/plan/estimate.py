@@ -273,6 +273,7 @@ class Estimator:
         """Seconds of compute by kind; and those of loops in both passes, behind which communication hides."""
         by_kind_s: dict[str, float] = collections.defaultdict(float)
         forward_s = backward_s = 0.0
+        slowdown = chip.slowdowns.get("other", 1.0)
         for costs, kept in saved:
             runs = costs.part.runs
             for timed in costs.timed_ops:
@@ -292,9 +293,10 @@ class Estimator:
             sums_s = SUM_PASSES[chip.platform] * costs.part.turns * costs.sum_bytes / op_time.hbm_bytes_per_s(chip)
             iterations = 2 * runs * sum(costs.op_graph.trip_counts)
             small_kernels_s = iterations * SMALL_KERNELS[chip.platform] * op_time.LAUNCH_S[chip.platform]
-            by_kind_s["other"] += saved_s + sums_s + small_kernels_s
+            saved_s *= slowdown
+            by_kind_s["other"] += saved_s + slowdown * (sums_s + small_kernels_s)
             forward_s, backward_s = forward_s + saved_s / 2, backward_s + saved_s / 2
-        by_kind_s["other"] += layout.update_s
+        by_kind_s["other"] += slowdown * layout.update_s
         return by_kind_s, (forward_s, backward_s)
 
     # Communication
@@ -362,7 +364,11 @@ class Estimator:
         shards, timed = Shards(part.rules, config.model if config else None), list[TimedOp]()
         if self.chip:
             rounds = self.chip.platform == "tpu" and self.traces.task.matmul_precision == "default"
-            timed += timed_ops(self.chip, op_graph, shards, rounds)
+            for one in timed_ops(self.chip, op_graph, shards, rounds):
+                slowdown = self.chip.slowdowns.get(one.kind, 1.0)
+                timed.append(
+                    dataclasses.replace(one, forward_s=slowdown * one.forward_s, backward_s=slowdown * one.backward_s)
+                )
         return _PartCosts(part, op_graph, timed, shards, *self._stage_bytes(part))
 
     def _stage_bytes(self, part: Part) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from gspmd_lm.runtime.preemption import Agreement
 from gspmd_lm.runtime.watchdog import Watchdog
 from gspmd_lm.train import init_from, progress, saving
 from gspmd_lm.train.init_from import InitFrom
-from gspmd_lm.train.programs import TrainPrograms
+from gspmd_lm.train.programs import PreRunReport, TrainPrograms
 from gspmd_lm.train.saving import Best, SkippedSteps
 from gspmd_lm.train.state import State, describe_run
 from gspmd_lm.train.step import Step
@@ -248,6 +248,7 @@ class _Training:
         self.state, self.best = state, best
         self.interrupted = False  # whether the run was asked to stop
         self.last: dict[str, float] = {}  # the values that were logged last
+        self.trace_file: epath.Path | None = None
         self.meter = self._meter()
         self.skipped_steps = SkippedSteps(checkpoints, self.config.max_skipped)
         self.save_clock, self.agreed = saving.Clock(self.config.checkpoint_minutes), Agreement(start)
@@ -278,7 +279,7 @@ class _Training:
                 self._save()
             try:
                 for at, batch in self._waiting(() if self._ends_early else batches):
-                    trace(at)
+                    self._trace(trace, at)
                     self.state, values = self.program(self.state, batch)
                     self.done = at + 1
                     ends = self._after_step(values)
@@ -291,10 +292,18 @@ class _Training:
                     self.checkpoints.wait()
                     self.say(f"saved step {self.done}; once that row is mended, the same command goes on from there")
                 raise
+            self._trace(trace, None)
             with self.wall_time.spending("saves"):
                 self.checkpoints.wait()  # before anything is promised, and while signals cannot end this process
             self._say_how_it_ended()
         return self.last
+
+    def _trace(self, trace: Callable[[int | None], epath.Path | None], at: int | None) -> None:
+        """Begins or ends the trace of --profile where that is due before step `at`, or None at the end of the run."""
+        if self.run.profile and (at is None or at in self.run.profile):
+            jax.block_until_ready(self.state)  # so that the trace has whole steps
+            self.trace_file = trace(at) or self.trace_file
+            self.meter.restart(self.done)
 
     @contextlib.contextmanager
     def _counting_time(self) -> Iterator[None]:
@@ -408,9 +417,9 @@ class _Training:
         self.meter.restart(step)
 
     def _say_how_it_ended(self) -> None:
-        train, best = self.config, self.best
+        run, train, best = self.run, self.config, self.best
         if self.interrupted:
-            self.run.has_work_left = self.done < self.stop and not self._ends_early
+            run.has_work_left = self.done < self.stop and not self._ends_early
             self.say(f"stopped at step {self.done} on request; the same command goes on from there")
         elif self._ends_early:
             self.say(
@@ -421,20 +430,16 @@ class _Training:
                 f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept "
                 f"for --step={best.step}"
             )
-        if "step_time_s" in self.last:
-            self._compare(self.last["step_time_s"])
+        if run.programs.report and self.is_main:
+            self._compare(run.programs.report)
 
-    def _compare(self, step_time_s: float) -> None:
+    def _compare(self, report: PreRunReport) -> None:
         """Prints predictions beside measurements, where there are both."""
-        report, parts = self.run.programs.report, []
-        if report and report.step_time_s:
-            times = f"predicted {report.step_time_s * 1e3:.0f} ms, measured {step_time_s * 1e3:.0f} ms"
-            parts.append(f"step {times} (ratio {report.step_time_s / step_time_s:.2f})")
+        if measured := self.meter.measured_step(self.run.workdir, self.run.profile, self.trace_file):
+            self.say(report.compare(measured))
         used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        if report and used:
-            parts.append(f"memory compiled {human_bytes(report.peak_bytes)}, measured {human_bytes(used)} at its peak")
-        if parts:
-            self.say("; ".join(parts))
+        if report.peak_bytes and used:
+            self.say(f"memory: compiled {human_bytes(report.peak_bytes)}, measured {human_bytes(used)} at its peak")
 
     def _not_finite_error(self, step: int, skipped: int) -> RunFailed:
         """The error for too many steps in a row that were not finite, whose checkpoints later starts do not use."""

@@ -3,12 +3,24 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from etils import epath
 
 from gspmd_lm.runtime import compile_cache, compiler, processes, startup
 from gspmd_lm.train.step import Step
+
+
+class MeasuredStep(NamedTuple):
+    """What a run has measured of its steps, without the first one."""
+
+    workdir: epath.Path
+    seconds: float  # of a step: the median, without evaluation and saving, and without traced steps if there are others
+    wait_s: float  # of them, waiting for rows
+    steps: int  # that the run has taken
+    trace: epath.Path | None  # the profiler's file of whole steps; None without a trace
+    traced_steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +28,7 @@ class PreRunReport:
     """Predictions for a compiled train step before it runs."""
 
     lines: str  # the text of the report
-    step_time_s: float | None  # predicted; None on a platform that is not predicted
+    compare: Callable[[MeasuredStep], str]  # keeps a measured step beside the predicted one, and says how they differ
     peak_bytes: int  # per device
     flops: float  # the model's FLOPs in a step, on all devices, without recomputation
     peak_flops_per_s: float | None  # of a device in bfloat16; None where it is not known

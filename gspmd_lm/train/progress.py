@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,9 +17,11 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 
 from gspmd_lm import files
+from gspmd_lm.train.programs import MeasuredStep
 from gspmd_lm.units import human_clock, human_short
 
 SHORT = {"tokens": "tok", "rows": "rows"}  # the unit of a speed -> its abbreviation
+XPLANE = ".xplane.pb"  # the end of the name of a profiler's file with all events
 HEADED = 20  # a heading stands above every so many lines
 # Heading, width, and how a value is shown. A line has 80 columns at most: docs/monitoring.md explains the columns.
 _COLUMNS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
@@ -85,6 +88,7 @@ class Meter:
         self.epochs, self.flops, self.peak_flops_per_s = epochs, flops, peak_flops_per_s
         self.first_step_s: float | None = None  # from the beginning until the first step had ended
         self.per_s: float | None = None  # tokens or rows, in the last interval
+        self.intervals: list[tuple[int, float, float]] = []  # the last step of each, and seconds of a step and its wait
         self.begin()
 
     def begin(self) -> None:
@@ -131,10 +135,25 @@ class Meter:
                 f"{self.unit}_per_s": self.per_s,
                 "data_wait_s": self.wait_s / steps,
             }
+            self.intervals.append((step, step_time_s, self.wait_s / steps))
             if self.peak_flops_per_s:
                 logged["mfu"] = self.flops / step_time_s / self.peak_flops_per_s
         self.restart(step)
         return logged
+
+    def measured_step(
+        self, workdir: epath.Path, profile: tuple[int, int] | None, trace: epath.Path | None
+    ) -> MeasuredStep | None:
+        """The step of the run so far; None after fewer than two steps.
+
+        profile: the steps of the trace, which slows them down. trace: its file, if it is written.
+        """
+        if not self.intervals:
+            return None
+        last, (first, end) = self.intervals[-1][0], profile or (self.stop, self.stop)
+        untraced = [interval for interval in self.intervals if not first < interval[0] <= end]
+        _, seconds, wait_s = map(statistics.median, zip(*(untraced or self.intervals), strict=True))
+        return MeasuredStep(workdir, seconds, wait_s, last - self.start, trace, min(last, end) - first)
 
     def left_s(self, step: int) -> float | None:
         """The time until the last step, at the speed since the first one, evaluation and saving included."""
@@ -263,9 +282,10 @@ def _time(value: float) -> str:
 @contextlib.contextmanager
 def profile_steps(
     profile: tuple[int, int] | None, begin: int, end: int, folder: epath.Path, say: Callable[[str], None]
-) -> Iterator[Callable[[int], None]]:
+) -> Iterator[Callable[[int | None], epath.Path | None]]:
     """A context of a function that is called before each step, with its number. It traces the steps in `profile`.
 
+    It gives the file of this process's trace once that is written. None in place of a number ends a trace early.
     begin, end: of the run. folder: may be remote, because a trace is written elsewhere first, and then copied there.
     `say` warns where the run does not come to the first step of the trace. It also warns where the trace cannot be
     written, and the run goes on without it.
@@ -275,20 +295,22 @@ def profile_steps(
     if profile and not begin <= start < end:
         say(f"warning: --profile={start}:{stop} traces nothing, because the run goes from step {begin} to {end}")
 
-    def at(step: int | None) -> None:
+    def at(step: int | None) -> epath.Path | None:
         nonlocal tracing
         try:
             if tracing and step in (stop, None):
                 tracing = False
                 jax.profiler.stop_trace()
-                _copy(Path(local), folder)
+                copies = _copy(Path(local), folder)
                 say(f"trace of steps {start} to {stop}: {folder}")
-            elif step == start:
+                return next((copy for copy in copies if copy.name.endswith(XPLANE)), None)
+            if step == start:
                 jax.profiler.start_trace(local)
                 tracing = True
         except Exception as error:  # the profiler and stores raise what they like
             why = " ".join(str(error).split())[:300]
             say(f"warning: the trace of steps {start} to {stop} cannot be written to {folder} ({why}); the run goes on")
+        return None
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as local:
         try:
@@ -297,9 +319,12 @@ def profile_steps(
             at(None)
 
 
-def _copy(local: Path, folder: epath.Path) -> None:
-    """Copies the files of a local folder, and of the folders in it, to another one."""
+def _copy(local: Path, folder: epath.Path) -> list[epath.Path]:
+    """The copies of the files of a local folder, and of the folders in it, in another one."""
+    copies = []
     for file in filter(Path.is_file, local.rglob("*")):
         copy = folder / file.relative_to(local).as_posix()
         copy.parent.mkdir(parents=True, exist_ok=True)
         files.replace(copy, file.read_bytes())
+        copies.append(copy)
+    return copies

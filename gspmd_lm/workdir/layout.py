@@ -10,6 +10,7 @@ from gspmd_lm import files
 CONFIG, RULES = "config.yaml", "rules.yaml"  # as resolved
 BEGINNING = "beginning.json"  # of a run with --elastic: the rules and devices from which it derives other ones
 ABOUT = "versions.json"  # the command, the versions and the machine
+STEP = "step.json"  # the predicted step and the measured one, by part
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"  # of the run, with the files about it beside it

@@ -158,6 +158,14 @@ def op_time(instruction: Instruction, chip: Chip) -> OpTime:
     return dataclasses.replace(time, seconds=time.seconds + launch_s, unknown=unknown)
 
 
+def compute_kind(instruction: Instruction) -> str:
+    """matmul, attention or other: the kind of an instruction's compute, on whatever chip."""
+    calls = kernels_of(instruction)
+    if any(map(attention.flops, calls)) or ((instruction.flops or not calls) and _is_attention(instruction)):
+        return "attention"
+    return "matmul" if instruction.flops or any((kernel_work(call) or (0.0,))[0] for call in calls) else "other"
+
+
 def kernels_of(instruction: Instruction) -> list[Instruction]:
     """The kernels that an instruction runs: itself, or the kernels inside a fusion."""
     calls = (i for i in (instruction, *instruction.inside) if i.opcode == "custom-call")

@@ -238,10 +238,12 @@ def differences(best: Parts, other: Parts, step_s: float) -> str:
 
     Parts that differ by less than a thousandth of `step_s` are left out.
     """
-    parts_of_best, parts_of_other = parts_s(best), parts_s(other)
-    gaps = {
-        name: parts_of_other.get(name, 0.0) - parts_of_best.get(name, 0.0) for name in (*parts_of_best, *parts_of_other)
-    }
+    return part_differences(parts_s(best), parts_s(other), step_s)
+
+
+def part_differences(before: Mapping[str, float], after: Mapping[str, float], step_s: float) -> str:
+    """Which parts are longer after than before, and which are shorter; the same parts may be missing in one of them."""
+    gaps = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in (*before, *after)}
     shown = sorted((gap, name) for name, gap in gaps.items() if abs(gap) > 0.001 * step_s)
     longer = [f"{name} +{human_seconds(gap)}" for gap, name in reversed(shown) if gap > 0]
     shorter = [f"{name} -{human_seconds(-gap)}" for gap, name in shown if gap < 0]

@@ -52,7 +52,7 @@ class Simulation:
         self.clock_s = 0.0
         self.compute_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # matmul, attention, other
         self.exposed_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # mesh axes, or HOST
-        self.communication_s = 0.0
+        self.link_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # link -> of its collectives
         self.iterations: dict[Instruction, Iteration] = {}
         self.branches: dict[Instruction, Computation] = {}  # conditional -> its branch that runs
         self._free_at_s: dict[str, float] = {}  # link -> the time from which it is free
@@ -72,6 +72,11 @@ class Simulation:
                 value = self._instruction(instruction, operands)
             values[instruction] = value
         return values[computation.root]
+
+    @property
+    def communication_s(self) -> float:
+        """The seconds of all collectives, exposed or not."""
+        return sum(self.link_s.values())
 
     @property
     def operations(self) -> list[Instruction]:
@@ -117,6 +122,8 @@ class Simulation:
         if instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase:
             return op_time.NO_TIME
         time = op_time.op_time(instruction, self.chip)
+        if slowdown := self.chip.slowdowns.get(time.kind):
+            time = dataclasses.replace(time, seconds=slowdown * time.seconds)
         if instruction.opcode == "fusion" and time.kind == "other" and instruction.collectives:
             return dataclasses.replace(time, seconds=0.0)  # its time is that of the exchange
         return time
@@ -172,7 +179,7 @@ class Simulation:
         # On a torus different mesh axes have different links. In any other network they share one link.
         links = [f"{link} {axis}" for axis in axes] if link == "ici" else [NETWORK]
         seconds = self.network.time_s(op.kind, op.size_bytes, op.groups)
-        self.communication_s += seconds
+        self.link_s[link] += seconds
         lane = self.network.track(op.groups)
         return self._transfer(seconds, links, lane, op.kind, op.scheduled, "+".join(axes))
 
@@ -267,9 +274,12 @@ class _Snapshot:
     def __init__(self, simulation: Simulation):
         self.clock_s = simulation.clock_s
         self._first = len(simulation._events)
-        self._compute_s, self._exposed_s = simulation.compute_s.copy(), simulation.exposed_s.copy()
-        self._communication_s = simulation.communication_s
+        self._sums = [sums.copy() for sums in self._sums_of(simulation)]
         self._free_at_s = dict(simulation._free_at_s)
+
+    @staticmethod
+    def _sums_of(simulation: Simulation) -> tuple[collections.defaultdict[str, float], ...]:
+        return simulation.compute_s, simulation.exposed_s, simulation.link_s
 
     def took_s(self, simulation: Simulation) -> float:
         return simulation.clock_s - self.clock_s
@@ -277,10 +287,9 @@ class _Snapshot:
     def repeat(self, simulation: Simulation, iterations: int) -> None:
         """Repeats the iteration `iterations` times: all clocks move on, also of links and transfers under way."""
         shift_s = iterations * self.took_s(simulation)
-        for now, before in ((simulation.compute_s, self._compute_s), (simulation.exposed_s, self._exposed_s)):
+        for now, before in zip(self._sums_of(simulation), self._sums, strict=True):
             for name in now:
                 now[name] += iterations * (now[name] - before.get(name, 0.0))
-        simulation.communication_s += iterations * (simulation.communication_s - self._communication_s)
         for link, free_s in simulation._free_at_s.items():
             if free_s != self._free_at_s.get(link):
                 simulation._free_at_s[link] = free_s + shift_s

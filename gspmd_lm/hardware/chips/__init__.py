@@ -134,6 +134,9 @@ class Chip:
     collective_times: tuple[CollectiveTime, ...] = ()
     # An operation of a CPU's programs -> the elements that it computes in a second.
     element_rates: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    # A kind of compute (matmul, attention, other) or a link (ici, network) -> how many times as long it takes as the
+    # other figures say. A run has measured it, and `plan --measured` reads it.
+    slowdowns: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     # Size of a head -> cycles of splash attention, forward and fused backward.
     splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict, hash=False)
 

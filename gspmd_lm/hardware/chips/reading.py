@@ -133,7 +133,7 @@ def _read_field(hint: Any, name: str, stated: Any, where: str, problems: list[st
     value = stated[0]
     if name == "splash":
         return _read_splash(value)
-    if name == "element_rates":
+    if name in ("element_rates", "slowdowns"):
         return _read_rates(value)
     row = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
     if row and hasattr(row, "_fields"):

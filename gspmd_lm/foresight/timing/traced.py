@@ -1,0 +1,203 @@
+"""The parts of a step in a trace of jax's profiler, with the names that predictions have for them.
+
+An event of the trace names the instruction of the compiled program that ran. The program says the kind of its compute,
+or the mesh axes of its collective. At each moment a device computes, or waits for a collective, or does neither: a gap.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from gspmd_lm.foresight.hlo import Instruction, Module
+from gspmd_lm.foresight.timing import op_time
+from gspmd_lm.foresight.timing.predict import parts_s
+from gspmd_lm.foresight.timing.simulate import Simulation
+from gspmd_lm.hardware.network import Network
+
+GAPS = "gaps"
+LEAST_NAMED = 0.9  # the share of the kernels' time whose instructions a trace must name
+_CONTROL = ("while", "conditional", "call")  # what they run has events of its own
+_OPERATIONS = "XLA Ops"  # the line of a TPU with what its core runs; its other lines show the same in other ways
+_NAME = re.compile(r"%?([\w.\-]+)")
+
+
+class TracedStep(NamedTuple):
+    """The mean step of a trace, on one device. All figures are seconds."""
+
+    step_time_s: float  # from the first operation of the first step to the end of the last one, over the steps
+    compute_s: Mapping[str, float]  # matmul, attention, other
+    exposed_s: Mapping[str, float]  # mesh axes -> waiting for their collectives
+    gaps_s: Mapping[str, float]  # the kind of what ran before -> time in which nothing runs
+    links: Mapping[str, str]  # mesh axes -> the link of their collectives
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """The parts of the step, as `predict.parts_s` names them, and the gaps."""
+        exposed = dict(sorted(self.exposed_s.items(), key=lambda wait: -wait[1]))
+        compute = (self.compute_s.get(kind, 0.0) for kind in KINDS)
+        return {**parts_s(_Parts(*compute, exposed)), GAPS: sum(self.gaps_s.values())}
+
+    def slowdowns(self, module: Module, network: Network) -> dict[str, float]:
+        """How many times as long as predicted each kind of compute took, with the gaps after it, and each link.
+
+        The factor of a link is the one with which a program that computes as slowly waits for it as long as measured.
+        """
+        chip = network.chip
+        assert chip
+        predicted = Simulation(module, chip, network)
+        found = {
+            kind: max(seconds / predicted.compute_s[kind], LEAST_FACTOR)
+            for kind in KINDS
+            for seconds in [self.compute_s.get(kind, 0.0) + self.gaps_s.get(kind, 0.0)]
+            if predicted.compute_s[kind] and self._matters(seconds, predicted.compute_s[kind], predicted)
+        }
+        waits = {link: [axes for axes, its_link in self.links.items() if its_link == link] for link in predicted.link_s}
+        waits = {
+            link: waits_for
+            for link, waits_for in waits.items()
+            if self._matters(self._waiting_s(waits_for), predicted.link_s[link], predicted)
+        }
+        found |= dict.fromkeys(waits, 1.0)
+        for _ in range(MOST_TRIES):  # since a collective may hide behind compute until it is slow enough
+            slowed = dataclasses.replace(chip, slowdowns=scale_slowdowns(chip.slowdowns, found))
+            predicted = Simulation(module, slowed, dataclasses.replace(network, chip=slowed))
+            longer_s = {
+                link: self._waiting_s(waits_for) - sum(predicted.exposed_s[axes] for axes in waits_for)
+                for link, waits_for in waits.items()
+            }
+            if all(abs(seconds) < LEAST_SHARE * self.step_time_s for seconds in longer_s.values()):
+                break
+            for link, seconds in longer_s.items():
+                found[link] = max(found[link] * (1 + seconds / predicted.link_s[link]), LEAST_FACTOR)
+        return found
+
+    def _waiting_s(self, several: Iterable[str]) -> float:
+        return sum(self.exposed_s.get(axes, 0.0) for axes in several)
+
+    def _matters(self, measured_s: float, predicted_s: float, predicted: Simulation) -> bool:
+        """Whether a part is long enough in the trace, or in the prediction, to tell something of the chip."""
+        return measured_s > LEAST_SHARE * self.step_time_s or predicted_s > LEAST_SHARE * predicted.clock_s
+
+
+def scale_slowdowns(slowdowns: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
+    """The slowdowns of a chip, each times its factor."""
+    return {**slowdowns, **{name: factor * slowdowns.get(name, 1.0) for name, factor in factors.items()}}
+
+
+KINDS = ("matmul", "attention", "other")
+LEAST_SHARE = 1e-3  # of a step: a shorter part tells nothing of the chip
+MOST_TRIES = 8  # of the factors of links, each of which simulates the program once
+LEAST_FACTOR = 1e-6  # of what took no time, or of a link whose collectives hide behind compute
+
+
+class _Parts(NamedTuple):
+    """The parts of a step, as `predict.Parts` has them."""
+
+    matmul_s: float
+    attention_s: float
+    other_s: float
+    exposed_by_axis: Mapping[str, float]
+    exposed_host_copy_s: float = 0.0
+
+
+class _Event(NamedTuple):
+    """An operation that ran on a device."""
+
+    begin_ns: float
+    end_ns: float
+    kind: str  # of its compute; "" of a collective
+    axes: str  # of its collective
+
+
+def traced_step(xspace: bytes, steps: int, module: Module, network: Network) -> TracedStep:
+    """The parts of a step of a trace with so many whole steps of a program.
+
+    xspace: what a *.xplane.pb file of jax's profiler holds. Raises ValueError for a trace in which the program did not
+    run, or that does not name the instructions of its kernels.
+    """
+    instructions = {one.name: one for one in module.operations if one.opcode not in _CONTROL}
+    parts = {name: _part(one, network) for name, one in instructions.items()}
+    devices, links = collections.defaultdict[Any, list[_Event]](list), dict[str, str]()
+    named_ns = unnamed_ns = 0.0
+    for device, name, begin_ns, taken_ns in _events(xspace, module.name):
+        if name not in instructions:
+            unnamed_ns += taken_ns if not name else 0.0
+            continue
+        kind, axes, link = parts[name]
+        named_ns += taken_ns
+        devices[device].append(_Event(begin_ns, begin_ns + taken_ns, kind, axes))
+        links |= {axes: link} if axes else {}
+    if not devices or named_ns < LEAST_NAMED * (named_ns + unnamed_ns):
+        share = named_ns / (named_ns + unnamed_ns or 1.0)
+        raise ValueError(f"the trace names the instructions of {share:.0%} of the time of {module.name}")
+    scale = 1e-9 / steps / len(devices)
+    sums = [collections.Counter[str]() for _ in range(3)]
+    for events in devices.values():
+        for total, of_device in zip(sums, _attribute(events), strict=True):
+            total.update(of_device)
+    compute_s, exposed_s, gaps_s = ({name: ns * scale for name, ns in total.items()} for total in sums)
+    taken_ns = sum(
+        max(one.end_ns for one in events) - min(one.begin_ns for one in events) for events in devices.values()
+    )
+    return TracedStep(taken_ns * scale, compute_s, exposed_s, gaps_s, links)
+
+
+def _events(xspace: bytes, program: str) -> Iterable[tuple[Any, str, float, float]]:
+    """The device, instruction, begin and duration of each event of a program; '' where its instruction is not named."""
+    for plane in jax.profiler.ProfileData.from_serialized_xspace(xspace).planes:
+        on_device = plane.name.startswith("/device:")
+        lines = list(plane.lines)
+        if any(line.name == _OPERATIONS for line in lines):
+            lines = [line for line in lines if line.name == _OPERATIONS]
+        elif plane.name.startswith("/device:TPU"):
+            continue
+        for line in lines:
+            for event in line.events:
+                facts = dict(event.stats)
+                if facts.get("hlo_module", program) != program:
+                    continue
+                name = facts.get("hlo_op", "")
+                if not name and line.name == _OPERATIONS and (written := _NAME.match(event.name)):
+                    name = written.group(1)
+                if name or on_device:
+                    yield facts.get("device_ordinal", plane.name), name, event.start_ns, event.duration_ns
+
+
+def _part(instruction: Instruction, network: Network) -> tuple[str, str, str]:
+    """The kind of compute of an instruction; or, of a collective, '' with its mesh axes and its link."""
+    begun = instruction
+    while begun.phase in ("-update", "-done") and begun.operands:
+        begun = begun.operands[0]
+    kind = op_time.compute_kind(instruction)
+    groups = next((op.groups for op in begun.collectives if network.axes(op.groups)), None)
+    if kind != "other" or groups is None:
+        return kind, "", ""
+    return "", "+".join(network.axes(groups)), network.link(groups)
+
+
+def _attribute(events: Iterable[_Event]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """The nanoseconds of each kind of compute, of waiting for each mesh axes, and of gaps by what ran before them.
+
+    Compute counts where a collective runs beside it. Of several operations at once, each counts for its share.
+    """
+    edges = sorted((ns, begins, one) for one in events for ns, begins in ((one.begin_ns, True), (one.end_ns, False)))
+    running = collections.Counter[_Event]()
+    found = [collections.Counter[str]() for _ in range(3)]
+    before, last = edges[0][0], "other"
+    for ns, begins, one in edges:
+        if ns > before:
+            kinds = [other.kind for other in running if other.kind]
+            axes = [other.axes for other in running if not other.kind]
+            counter, names = (found[0], kinds) if kinds else (found[1], axes) if axes else (found[2], [last])
+            for name in names:
+                counter[name] += (ns - before) / len(names)
+            before = ns
+        running[one] += 1 if begins else -1
+        if not running[one]:
+            del running[one]
+        last = last if begins else one.kind or "other"
+    return found[0], found[1], found[2]
