@@ -56,7 +56,10 @@ class Data:
     source: Annotated[_Text | _Several, pydantic.Discriminator(_tag)] = "stdlib"
     # bytes | path of a Hugging Face tokenizer.json | bpe:TOKENS, which the run trains on its source and keeps
     tokenizer: str = "bytes"
-    text_field: str = "text"  # the field of a JSON object, or the column of a table, that holds the text
+    # The numbers in .bin files of tokens that nothing describes, such as those of nanoGPT (docs/data.md).
+    token_dtype: Literal["", "uint16", "uint32"] = ""
+    # The field of a JSON object, or the column of a table, that holds the text, or a list of its tokens.
+    text_field: str = "text"
     # The field or column that holds a conversation: a list of {role, content}. Rows are then written with the
     # tokenizer's chat template, and the loss is on the assistant's tokens. "" means that the source is text.
     messages_field: str = ""

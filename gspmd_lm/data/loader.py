@@ -15,7 +15,19 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, encoders, labelled, media, objects, packing, pairs, sources, tokenizer
+from gspmd_lm.data import (
+    cache,
+    chat,
+    encoders,
+    labelled,
+    media,
+    objects,
+    packing,
+    pairs,
+    sources,
+    token_files,
+    tokenizer,
+)
 from gspmd_lm.data.tokens import TokenSplit, find_folders, open_tokens
 from gspmd_lm.errors import InputError
 
@@ -162,7 +174,12 @@ def open_loaders(
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
     folders, made = find_folders(data), None
-    if folders:
+    foreign = not folders and token_files.name_of_files(data)
+    if foreign:
+        tokens = encoders.open_encoder(config)
+        assert isinstance(tokens, tokenizer.Tokenizer)
+        opened = token_files.open_files(config, tokens)
+    elif folders:
         tokens = encoders.open_encoder(config)
         opened = open_tokens(data, folders, tokens)
         if isinstance(tokens, labelled.Labelled):
@@ -194,7 +211,8 @@ def open_loaders(
         elif data.packing == "stream":
             rows = packing.text(split.stream, data.seq)
         else:
-            rows = packing.documents(split.stream, data.seq, tokens.end, tokens.before[-1:] == (tokens.end,))
+            begins = not foreign and tokens.before[-1:] == (tokens.end,)  # others may write one token between texts
+            rows = packing.documents(split.stream, data.seq, tokens.end, begins)
         # Records and held-out documents may fill less than a row. A text for training may not.
         if not len(rows) or (training and isinstance(tokens, tokenizer.Tokenizer) and len(split.stream) <= data.seq):
             use, other = (

@@ -30,7 +30,7 @@ from gspmd_lm.data.corpus import FileNotes
 from gspmd_lm.data.folders import MAKING, Folder
 from gspmd_lm.data.labelled import CUT, Labelled
 from gspmd_lm.data.packing import LAST, record_sizes
-from gspmd_lm.data.readers import Section
+from gspmd_lm.data.readers import Section, TokenIds
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.sources import DocumentSource, SourceFile, SourcePart
 from gspmd_lm.data.tokenizer import END_OF_TEXT, HuggingFace, Tokenizer
@@ -230,7 +230,7 @@ class _Work:
         part = SourcePart(unit.split, unit.files)
         for batch, done_bytes in _ahead(_batches(self.source.read(part), unit.size_bytes)):
             texts = [_texts(document, self.encoder) for document, _ in batch]
-            encoded = iter(self.encoder.encode_all([text for each in texts for text in each]))
+            encoded = iter(_encode(self.encoder, [text for each in texts for text in each]))
             for (document, hashed), each in zip(batch, texts, strict=True):
                 is_left_out = unit.split != HELD_OUT and _contains(apart, hashed)
                 name = HELD_OUT if hashed <= up_to else unit.split
@@ -242,7 +242,8 @@ class _Work:
                         self._end(made)
                 counts["left_out"] += is_left_out
                 counts["spelled_ends"] += len(each) - 1
-                counts["spelled_texts"] += len(each) == 1 and spelled != b"" and spelled in document
+                is_text = spelled != b"" and not isinstance(document, TokenIds)
+                counts["spelled_texts"] += len(each) == 1 and is_text and spelled in document
                 counts["documents"] += 1
                 counts["document_bytes"] += len(document)
             for one in made.values():
@@ -429,6 +430,22 @@ def _texts(document: bytes, encoder: Encoder) -> list[bytes]:
     if isinstance(document, Section) and document.may_spell_end and isinstance(encoder, HuggingFace):
         return document.split(encoder.spelled_end)
     return [document]
+
+
+def _encode(encoder: Encoder, texts: Sequence[bytes]) -> list[np.ndarray]:
+    """The tokens of each text, without those around it, and of each document that is tokens already."""
+    made = iter(encoder.encode_all([text for text in texts if not isinstance(text, TokenIds)]))
+    return [_bare_tokens(text, encoder) if isinstance(text, TokenIds) else next(made) for text in texts]
+
+
+def _bare_tokens(document: TokenIds, encoder: Encoder) -> np.ndarray:
+    """The tokens of a document, without those that a tokenizer puts around a text. Raises InputError for others."""
+    assert isinstance(encoder, Tokenizer), "records are not read as tokens"
+    ids, before, after = document.decode_ids(encoder.vocab_size).tolist(), [*encoder.before], [*encoder.after]
+    ids = ids[len(before) :] if ids[: len(before)] == before else ids
+    ids = ids[:-1] if ids[-1:] == [encoder.end] else ids
+    ids = ids[: len(ids) - len(after)] if after and ids[-len(after) :] == after else ids
+    return np.asarray(ids, np.int32)
 
 
 def _survey(source: DocumentSource, held_out: float, progress: Progress | None) -> int:
