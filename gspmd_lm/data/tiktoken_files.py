@@ -41,7 +41,7 @@ _O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _FILL = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
-_ENCODINGS = {
+ENCODINGS = {
     "gpt2": _Encoding(_GPT2, {_END: 50256}),
     "r50k_base": _Encoding(_GPT2, {_END: 50256}),
     "p50k_base": _Encoding(_GPT2, {_END: 50256}),
@@ -56,11 +56,11 @@ def convert(name: str) -> dict[str, bytes]:
     Raises InputError if it cannot be read, or if its name is not that of a known encoding.
     """
     stem = Path(name).name.removesuffix(ENDING)
-    known = _ENCODINGS.get(stem)
+    known = ENCODINGS.get(stem)
     if not known:
         raise InputError(
             f"data.tokenizer={name}: how {stem} splits texts into words does not stand in the file\n"
-            f"  fix   name the file after its encoding ({', '.join(_ENCODINGS)}), or give a tokenizer.json,\n"
+            f"  fix   name the file after its encoding ({', '.join(ENCODINGS)}), or give a tokenizer.json,\n"
             "        which the package transformers writes of a vocabulary of tiktoken"
         )
     if "://" in name:
@@ -94,7 +94,7 @@ def _read_ranks(content: bytes, name: str) -> dict[bytes, int]:
 @functools.lru_cache(maxsize=1)
 def _as_files(content: bytes, name: str, stem: str) -> dict[str, bytes]:
     """A byte-level BPE tokenizer that merges the two parts of the lowest rank first."""
-    ranks, known, names = _read_ranks(content, name), _ENCODINGS[stem], byte_names()
+    ranks, known, names = _read_ranks(content, name), ENCODINGS[stem], byte_names()
 
     def text(token: bytes) -> str:
         return "".join(names[byte] for byte in token)
