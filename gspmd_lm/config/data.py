@@ -78,6 +78,8 @@ class Data:
     masked_share: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     # stream: rows are cut from one text, and attention crosses documents.
     packing: Literal["documents", "stream"] = "documents"
+    # once: texts are tokenized before the run, and the tokens are kept. ahead: while it trains, and nothing is kept.
+    tokenize: Literal["once", "ahead"] = "once"
     batch: Size = 32  # sequences per step, over all devices
     # Rows per step, with those that no source gives and that have no targets. They fill devices that do not divide
     # batch. 0 means batch.

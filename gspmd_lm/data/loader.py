@@ -83,18 +83,18 @@ class Loader:
         epoch, i = divmod(number, count)
         if epoch and not self.repeat:
             return -1
-        return index_shuffle(i, max_index=count - 1, seed=_epoch_seed(self.seed, epoch), rounds=4)
+        return index_shuffle(i, max_index=count - 1, seed=epoch_seed(self.seed, epoch), rounds=4)
 
     def _row_of_mixture(self, number: int) -> int:
         """The source row that is row `number` of the endless sequence that is drawn from several parts."""
         assert isinstance(self.rows, packing.Joined)
         block, at = divmod(number, BLOCK)
-        at = index_shuffle(at, max_index=BLOCK - 1, seed=_epoch_seed(self.seed, f"block {block}"), rounds=4)
+        at = index_shuffle(at, max_index=BLOCK - 1, seed=epoch_seed(self.seed, f"block {block}"), rounds=4)
         first = 0
         for i_part, (share, part) in enumerate(zip(self.shares, self.rows.parts, strict=True)):
             if at < share:
                 epoch, i = divmod(block * share + at, len(part))
-                seed = _epoch_seed(self.seed, f"part {i_part} epoch {epoch}")
+                seed = epoch_seed(self.seed, f"part {i_part} epoch {epoch}")
                 return first + index_shuffle(i, max_index=len(part) - 1, seed=seed, rounds=4)
             at, first = at - share, first + len(part)
         raise AssertionError("the shares add up to BLOCK")
@@ -359,7 +359,7 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
 
 
 @functools.lru_cache(maxsize=4096)
-def _epoch_seed(seed: int, epoch: int | str) -> int:
+def epoch_seed(seed: int, epoch: int | str) -> int:
     """A seed of 32 bits that differs between epochs of one seed and between neighbouring seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4], "big")
 

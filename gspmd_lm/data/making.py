@@ -228,11 +228,11 @@ class _Work:
         notes.files.clear()
         versions = [file.current_version() for file in unit.files]
         part = SourcePart(unit.split, unit.files)
-        for batch, done_bytes in _ahead(_batches(self.source.read(part), unit.size_bytes)):
-            texts = [_texts(document, self.encoder) for document, _ in batch]
-            encoded = iter(_encode(self.encoder, [text for each in texts for text in each]))
+        for batch, done_bytes in read_ahead(batches(self.source.read(part), unit.size_bytes)):
+            texts = [split_texts(document, self.encoder) for document, _ in batch]
+            encoded = iter(encode_documents(self.encoder, [text for each in texts for text in each]))
             for (document, hashed), each in zip(batch, texts, strict=True):
-                is_left_out = unit.split != HELD_OUT and _contains(apart, hashed)
+                is_left_out = unit.split != HELD_OUT and contains(apart, hashed)
                 name = HELD_OUT if hashed <= up_to else unit.split
                 for number, text in enumerate(each, 1):
                     ids = next(encoded)
@@ -315,7 +315,7 @@ class _Work:
         if self._limits is None:
             up_to, apart = -1, np.empty(0, np.uint64)
             if self.source.held_out:
-                apart = _ascending_hashes(self.source.walk([self.source.held_out], "reading documents", self.progress))
+                apart = ascending_hashes(self.source.walk([self.source.held_out], "reading documents", self.progress))
             elif self._held_out and self.source.size_bytes <= SURVEYED_BYTES:
                 up_to = _survey(self.source, self._held_out, self.progress)
             elif self._held_out:
@@ -404,19 +404,21 @@ class _Claims:
         return json.dumps({"host": socket.gethostname(), "renewed": time.time()}).encode()
 
 
-def _batches(documents: Iterable[tuple[bytes, int]], total_bytes: int) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
-    """Yields lists of at least BATCH_BYTES of documents, each with its hash, and the bytes of files read so far."""
+def batches(
+    documents: Iterable[tuple[bytes, int]], total_bytes: int, least_bytes: int = BATCH_BYTES
+) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
+    """Yields lists of at least so many bytes of documents, each with its hash, and the bytes of files read so far."""
     batch, size_bytes = [], 0
     for document, done_bytes in documents:
         batch.append((document, _hash(document)))
         size_bytes += len(document)
-        if size_bytes >= BATCH_BYTES:
+        if size_bytes >= least_bytes:
             yield batch, done_bytes
             batch, size_bytes = [], 0
     yield batch, total_bytes
 
 
-def _ahead(items: Iterator[T]) -> Iterator[T]:
+def read_ahead(items: Iterator[T]) -> Iterator[T]:
     """The items, of which a thread makes the next one while one is used."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, None)
@@ -425,14 +427,14 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
             yield item
 
 
-def _texts(document: bytes, encoder: Encoder) -> list[bytes]:
+def split_texts(document: bytes, encoder: Encoder) -> list[bytes]:
     """The texts of a document: several if it is of a file in which the end of a text is spelled."""
     if isinstance(document, Section) and document.may_spell_end and isinstance(encoder, HuggingFace):
         return document.split(encoder.spelled_end)
     return [document]
 
 
-def _encode(encoder: Encoder, texts: Sequence[bytes]) -> list[np.ndarray]:
+def encode_documents(encoder: Encoder, texts: Sequence[bytes]) -> list[np.ndarray]:
     """The tokens of each text, without those around it, and of each document that is tokens already."""
     made = iter(encoder.encode_all([text for text in texts if not isinstance(text, TokenIds)]))
     return [_bare_tokens(text, encoder) if isinstance(text, TokenIds) else next(made) for text in texts]
@@ -450,7 +452,7 @@ def _bare_tokens(document: TokenIds, encoder: Encoder) -> np.ndarray:
 
 def _survey(source: DocumentSource, held_out: float, progress: Progress | None) -> int:
     """The largest hash of a document that is held out, of the share `held_out` of a source and at least one."""
-    distinct = _ascending_hashes(source.walk(source.parts, "reading documents", progress))
+    distinct = ascending_hashes(source.walk(source.parts, "reading documents", progress))
     count = max(1, round(held_out * len(distinct)))
     if count >= len(distinct):
         raise InputError(
@@ -461,11 +463,11 @@ def _survey(source: DocumentSource, held_out: float, progress: Progress | None) 
     return int(distinct[count - 1])
 
 
-def _ascending_hashes(documents: Iterable[bytes]) -> np.ndarray:
+def ascending_hashes(documents: Iterable[bytes]) -> np.ndarray:
     return np.unique(np.fromiter(map(_hash, documents), np.uint64))
 
 
-def _contains(ascending: np.ndarray, hashed: int) -> bool:
+def contains(ascending: np.ndarray, hashed: int) -> bool:
     at = int(np.searchsorted(ascending, np.uint64(hashed)))
     return at < len(ascending) and int(ascending[at]) == hashed
 

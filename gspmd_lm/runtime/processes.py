@@ -73,6 +73,17 @@ def from_first(value: Any) -> Any:
     return value
 
 
+def gather(value: Any) -> list[Any]:
+    """The JSON values that all processes passed, on the first process; [] on the others, which do not wait."""
+    if not several():
+        return [value]
+    name = next_key("gathered")
+    if jax.process_index():
+        client().key_value_set(f"{name}/{jax.process_index()}", json.dumps(value))
+        return []
+    return [value, *(json.loads(_value(f"{name}/{other}", other)) for other in range(1, jax.process_count()))]
+
+
 def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: None) -> None:
     """Returns when all processes have passed equal facts (mappings of plain values, which may be empty).
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from gspmd_lm.config import Config, Train
 from gspmd_lm.data import trained
+from gspmd_lm.data.ahead import AheadLoader
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.errors import InputError, RunFailed
@@ -34,7 +35,7 @@ from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
 from gspmd_lm.workdir.log import Log, Sample
 from gspmd_lm.workdir.wall_time import WallTime
 
-Rows = Loader | Batches
+Rows = Loader | Batches | AheadLoader
 
 _log = logging.getLogger(__name__)
 
@@ -169,6 +170,8 @@ class Run:
         state = checkpoints.read(chosen, self.step.abstract_state)
         if chosen.extra.get("data") != self.rows[0].fingerprint:
             self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
+        if isinstance(self.rows[0], AheadLoader):
+            self.rows[0].resume(chosen.extra.get("positions"))
         changes = history.changes(self.workdir, describe_run(self.config or self.step.task))
         changes += saving.moved_rows(chosen.step, chosen.extra, self.batch)
         self.say("\n".join([f"restored step {chosen.step} of {self.workdir}", *changes]))
@@ -247,6 +250,7 @@ class _Training:
         self.wall_time = run.wall_time
         self.state, self.best = state, best
         self.interrupted = False  # whether the run was asked to stop
+        self.says_rate = False  # whether it was said how fast texts are tokenized
         self.last: dict[str, float] = {}  # the values that were logged last
         self.meter = self._meter()
         self.skipped_steps = SkippedSteps(checkpoints, self.config.max_skipped)
@@ -353,6 +357,9 @@ class _Training:
         self.last = self.meter.read(self.done, values)
         self.log.write(self.done, self.last | self.wall_time.totals())
         self.shown.line(self.done, self.last, self.meter.left_s(self.done))
+        if "step_time_s" in self.last and not self.says_rate:
+            self.says_rate = True
+            self._say_rate()
         if self.done == self.start + 1:
             self.say(f"step {self.done}: {self.meter.first_step_s:.2f} s, with one-time work; left out of step times")
 
@@ -381,6 +388,8 @@ class _Training:
             "rules": run.step.rules.path,
             "best": dataclasses.asdict(best),
         }
+        if isinstance(run.rows[0], AheadLoader):
+            extra["positions"] = processes.gather(run.rows[0].positions(self.done))
         with self.save_clock.saving(), self.wall_time.spending("saves"):
             self.checkpoints.save(self.done, self.state, extra, keep=best.step if self.config.keeps_best else None)
         self.meter.restart(self.done)
@@ -421,8 +430,15 @@ class _Training:
                 f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept "
                 f"for --step={best.step}"
             )
+        self._say_rate()
         if "step_time_s" in self.last:
             self._compare(self.last["step_time_s"])
+
+    def _say_rate(self) -> None:
+        """Says how fast texts are tokenized ahead, if they are, beside what the steps need where none waits for it."""
+        rows, last = self.run.rows[0], self.last
+        if isinstance(rows, AheadLoader) and "step_time_s" in last:
+            self.say(rows.describe_rate(max(last["step_time_s"] - last["data_wait_s"], 1e-9)))
 
     def _compare(self, step_time_s: float) -> None:
         """Prints predictions beside measurements, where there are both."""
