@@ -17,7 +17,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -34,6 +34,8 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.units import human_short, plural
 
 MOST_LANES = 32
+UNITS = 4 * MOST_LANES  # of a source at least, where they are not smaller than LEAST_UNIT_BYTES
+LEAST_UNIT_BYTES = 1024 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024  # of texts: the tokens of a lane in memory are those of two chunks
 _KEPT_PLACES = 4096  # of a lane: batches are read ahead, so that it may stand behind the step that is saved
 _log = logging.getLogger(__name__)
@@ -156,7 +158,6 @@ class AheadRows:
         self._end, self._begins = encoder.end, encoder.before[-1:] == (encoder.end,)
         self.lanes = max(one for one in range(1, MOST_LANES + 1) if not self.batch % one and one <= len(work.units))
         self.starts: dict[int, Place] = {}  # where lanes begin that do not begin at their beginning
-        self.replaced_bytes = 0
         self._open: dict[int, _Lane] = {}
         self.processes: list[Process] = []
         self._lock = threading.Lock()
@@ -177,8 +178,9 @@ class AheadRows:
         return packing.documents(packing.InMemory(stream), self.seq, self._end, self._begins)
 
     def tell(self, chunk: Chunk) -> None:
-        """Counts what a chunk lost, and says which files of its unit were skipped or are odd."""
-        self.replaced_bytes += chunk.replaced_bytes
+        """Says of a chunk what its tokenizer could not encode, and which files of its unit are skipped or odd."""
+        if chunk.replaced_bytes:
+            _log.warning("the tokenizer has no token for %d bytes or characters of a text", chunk.replaced_bytes)
         for line in chunk.notes.splitlines():
             _log.warning("%s", line)
 
@@ -209,11 +211,11 @@ class AheadRows:
             work = pickle.dumps(self.work)
             self.processes = [Process(work, max(1, cpus // count)) for _ in range(count)]
         for number, lane in enumerate(new):
-            start = self.starts.get(lane, Place())
-            if start.first > firsts[lane]:
+            start = self.starts.get(lane)
+            if start is None or start.first > firsts[lane]:
                 start = Place()
-            if firsts[lane] and start == Place():
-                _log.warning("data.tokenize=ahead: lane %d is counted from its beginning to find its place", lane)
+                if firsts[lane]:
+                    _log.warning("data.tokenize=ahead: lane %d is counted from its beginning to find its place", lane)
             self._open[lane] = _Lane(self, lane, self.processes[number % len(self.processes)], start)
 
     def places(self, step: int) -> dict[int, Place]:
@@ -251,12 +253,13 @@ class _InOrder(Loader):
         return np.where(rows < self.batch, step * self.batch + rows, -1)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class AheadLoader:
     """Rows in batches that are tokenized ahead. They are read from one step on, in order."""
 
     rows: AheadRows
     in_order: Loader  # of the same rows
+    rate_is_said: bool = False
 
     epochs_per_step = 0.0  # how many rows there are is not known
     tokenizer: Path | None = None
@@ -298,15 +301,20 @@ class AheadLoader:
     def _key(self) -> str:
         return f"{self.fingerprint}-{self.rows.seed}-{self.rows.batch}-{self.rows.lanes}"
 
-    def describe_rate(self, step_s: float) -> str:
-        """How fast this process's texts are tokenized, beside what steps of `step_s` read of them."""
+    def say_rate(self, say: Callable[[str], None], values: Mapping[str, float]) -> None:
+        """Says once how fast this process's texts are tokenized, beside what its steps would read without waiting.
+
+        values: those that are logged. The rate is said as soon as they have the time of a step.
+        """
+        if self.rate_is_said or "step_time_s" not in values:
+            return
+        self.rate_is_said = True
         rate, count = self.rows.rate()
+        step_s = max(values["step_time_s"] - values["data_wait_s"], 1e-9)
         needed = self.rows.batch * self.rows.share() * self.rows.seq / step_s
-        lost = self.rows.replaced_bytes
-        lost = f"; the tokenizer has no token for {lost:,} bytes or characters so far" if lost else ""
-        return (
+        say(
             f"tokenized ahead: up to {human_short(rate)} tokens/s by {count} process{'es' * (count != 1)} here; the "
-            f"steps need {human_short(needed)} tokens/s{lost}"
+            f"steps need {human_short(needed)} tokens/s"
         )
 
 
@@ -335,7 +343,8 @@ def _open_training(config: Config, progress: sources.Progress | None) -> AheadLo
     if source.held_out:
         apart = making.ascending_hashes(source.walk([source.held_out], "reading documents", progress))
     to_train_on = dataclasses.replace(source, held_out=None)
-    units = tuple(making.plan_units(to_train_on, ["train"]))
+    unit_bytes = min(making.UNIT_BYTES, max(source.size_bytes // UNITS, LEAST_UNIT_BYTES))
+    units = tuple(making.plan_units(to_train_on, ["train"], unit_bytes))
     named = data.tokenizer if data.tokenizer == "bytes" else str(tokenizer.tokenizer_path(data.tokenizer))
     rows = AheadRows(Work(to_train_on, units, named, apart, CHUNK_BYTES), config, encoder)
     files = [file for unit in units for file in unit.files]

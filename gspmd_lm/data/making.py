@@ -137,14 +137,18 @@ def make_tokens(
         folder.remove(MAKING)
 
 
-def plan_units(source: DocumentSource, splits: Sequence[str]) -> list[Unit]:
-    """The units of a source: of each part, as many files after one another as have UNIT_BYTES, or parts of files."""
-    wanted_bytes = max(UNIT_BYTES, source.size_bytes // MOST_UNITS)
+def plan_units(source: DocumentSource, splits: Sequence[str], unit_bytes: int | None = None) -> list[Unit]:
+    """The units of a source: of each part, as many files after one another as have so many bytes, or parts of files.
+
+    unit_bytes: None means UNIT_BYTES.
+    """
+    unit_bytes = unit_bytes or UNIT_BYTES
+    wanted_bytes = max(unit_bytes, source.size_bytes // MOST_UNITS)
     units: list[Unit] = []
     # The last split may have no files of its own.
     for split, part in zip([*splits[: len(source.parts)], HELD_OUT], source.every, strict=False):
         taken: list[SourceFile] = []
-        for span in itertools.chain.from_iterable(file.spans(UNIT_BYTES) for file in part.files):
+        for span in itertools.chain.from_iterable(file.spans(unit_bytes) for file in part.files):
             taken.append(span)
             if sum(one.size_bytes for one in taken) >= wanted_bytes:
                 units.append(Unit(len(units), split, tuple(taken)))

@@ -250,7 +250,6 @@ class _Training:
         self.wall_time = run.wall_time
         self.state, self.best = state, best
         self.interrupted = False  # whether the run was asked to stop
-        self.says_rate = False  # whether it was said how fast texts are tokenized
         self.last: dict[str, float] = {}  # the values that were logged last
         self.meter = self._meter()
         self.skipped_steps = SkippedSteps(checkpoints, self.config.max_skipped)
@@ -357,9 +356,8 @@ class _Training:
         self.last = self.meter.read(self.done, values)
         self.log.write(self.done, self.last | self.wall_time.totals())
         self.shown.line(self.done, self.last, self.meter.left_s(self.done))
-        if "step_time_s" in self.last and not self.says_rate:
-            self.says_rate = True
-            self._say_rate()
+        if isinstance(self.run.rows[0], AheadLoader):
+            self.run.rows[0].say_rate(self.say, self.last)
         if self.done == self.start + 1:
             self.say(f"step {self.done}: {self.meter.first_step_s:.2f} s, with one-time work; left out of step times")
 
@@ -381,15 +379,11 @@ class _Training:
                 self.best = best_before  # the best is always a checkpoint
 
     def _save(self) -> None:
-        run, best = self.run, self.best
-        extra = {
-            "data": run.rows[0].fingerprint,
-            "batch": run.batch,
-            "rules": run.step.rules.path,
-            "best": dataclasses.asdict(best),
-        }
-        if isinstance(run.rows[0], AheadLoader):
-            extra["positions"] = processes.gather(run.rows[0].positions(self.done))
+        run, rows, best = self.run, self.run.rows[0], self.best
+        extra = {"data": rows.fingerprint, "batch": run.batch, "rules": run.step.rules.path}
+        extra["best"] = dataclasses.asdict(best)
+        if isinstance(rows, AheadLoader):
+            extra["positions"] = processes.gather(rows.positions(self.done))
         with self.save_clock.saving(), self.wall_time.spending("saves"):
             self.checkpoints.save(self.done, self.state, extra, keep=best.step if self.config.keeps_best else None)
         self.meter.restart(self.done)
@@ -430,15 +424,8 @@ class _Training:
                 f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept "
                 f"for --step={best.step}"
             )
-        self._say_rate()
         if "step_time_s" in self.last:
             self._compare(self.last["step_time_s"])
-
-    def _say_rate(self) -> None:
-        """Says how fast texts are tokenized ahead, if they are, beside what the steps need where none waits for it."""
-        rows, last = self.run.rows[0], self.last
-        if isinstance(rows, AheadLoader) and "step_time_s" in last:
-            self.say(rows.describe_rate(max(last["step_time_s"] - last["data_wait_s"], 1e-9)))
 
     def _compare(self, step_time_s: float) -> None:
         """Prints predictions beside measurements, where there are both."""

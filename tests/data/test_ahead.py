@@ -3,9 +3,8 @@
 import gzip
 import json
 import os
-import pickle
+import re
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -14,8 +13,9 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.config import nest
-from gspmd_lm.data import ahead, ahead_process, making
+from gspmd_lm.data import ahead, making
 from gspmd_lm.errors import InputError, RunFailed
+from tests.data.answering import Here
 
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 64}
 END, FILES, DOCUMENTS = 256, 6, 40
@@ -43,20 +43,6 @@ def texts(tmp_path, monkeypatch):
         every += some
     Path("texts/odd.txt").write_bytes(b"\0\1\2" * 90)
     return every
-
-
-class Here:
-    """In place of a process: a thread that answers as a process does, and starts faster."""
-
-    def __init__(self, work, threads):
-        self.answers, self.pool = ahead_process.Answers(pickle.loads(work)), ThreadPoolExecutor(1)
-        self.tokens, self.taken_s = 1000, 1.0
-
-    def ask(self, request):
-        return self.pool.submit(self.answers.find, pickle.loads(pickle.dumps(request)))
-
-    def stop(self):
-        self.pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture
@@ -142,8 +128,10 @@ def test_files_for_evaluation_are_tokenized_before_and_left_out(opened, texts):
 def test_a_rate_is_told_and_a_process_that_dies_is_an_error(opened, caplog):
     rows, _ = opened()
     _read(rows, range(3))
-    assert rows.describe_rate(0.5).endswith("; the steps need 256 tokens/s")
-    assert "tokenized ahead: up to " in rows.describe_rate(0.5)
+    said = []
+    for values in ({}, {"step_time_s": 0.75, "data_wait_s": 0.25}, {"step_time_s": 9, "data_wait_s": 0}):
+        rows.say_rate(said.append, values)
+    assert re.fullmatch(r"tokenized ahead: up to \S+ tokens/s by \d+ \w+ here; the steps need 256 tokens/s", *said)
     for process in rows.rows.processes:
         os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(RunFailed, match=r"a process that tokenizes ended with code -9\n  fix "):
