@@ -24,7 +24,7 @@ from gspmd_lm import files, versions
 from gspmd_lm.config import Config, paths
 from gspmd_lm.convert import architecture, pretrained
 from gspmd_lm.convert.pretrained import Pretrained
-from gspmd_lm.data import loader, trained
+from gspmd_lm.data import ahead, loader, trained
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError, is_whole_number, printable
@@ -367,6 +367,8 @@ def _open_rows(session: Session, workdir: epath.Path) -> tuple[loop.Rows, loop.R
     """
     config, shown = session.config, progress(session.console) if session.machine.is_main else None
     known = history.known_classes(workdir, config.train.init_from) if config.objective == "classes" else ()
+    if config.data.tokenize == "ahead":
+        return ahead.open_ahead(config, shown)
     train_rows, held_out_rows = loader.open_loaders(config, shown, known)
     history.check_classes(workdir, known, train_rows.classes, session.say)
     return train_rows, held_out_rows

@@ -56,7 +56,10 @@ class Data:
     source: Annotated[_Text | _Several, pydantic.Discriminator(_tag)] = "stdlib"
     # bytes | path of a Hugging Face tokenizer.json | bpe:TOKENS, which the run trains on its source and keeps
     tokenizer: str = "bytes"
-    text_field: str = "text"  # the field of a JSON object, or the column of a table, that holds the text
+    # The numbers in .bin files of tokens that nothing describes, such as those of nanoGPT (docs/data.md).
+    token_dtype: Literal["", "uint16", "uint32"] = ""
+    # The field of a JSON object, or the column of a table, that holds the text, or a list of its tokens.
+    text_field: str = "text"
     # The field or column that holds a conversation: a list of {role, content}. Rows are then written with the
     # tokenizer's chat template, and the loss is on the assistant's tokens. "" means that the source is text.
     messages_field: str = ""
@@ -75,6 +78,8 @@ class Data:
     masked_share: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     # stream: rows are cut from one text, and attention crosses documents.
     packing: Literal["documents", "stream"] = "documents"
+    # once: texts are tokenized before the run, and the tokens are kept. ahead: while it trains, and nothing is kept.
+    tokenize: Literal["once", "ahead"] = "once"
     batch: Size = 32  # sequences per step, over all devices
     # Rows per step, with those that no source gives and that have no targets. They fill devices that do not divide
     # batch. 0 means batch.

@@ -39,6 +39,13 @@ def count_dropped(text: str, encoding: Encoding) -> int:
     return int(np.count_nonzero(~is_in))
 
 
+def byte_names() -> list[str]:
+    """GPT-2's names of the 256 bytes: printable ones stand for themselves, characters from 256 on for the others."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
 def _error(encode: Callable[[list[Any]], list[Encoding]], text: Any) -> Exception | None:
     try:
         encode([text])

@@ -165,13 +165,15 @@ def _refusal(path: Path, error: Exception) -> str:
 
 
 def _field(place: str, record: dict[str, Any], field: str) -> bytes:
-    """The text of a record, empty for null. Raises an InputError that lists its fields if it has none."""
+    """The text of a record, or its tokens; empty for null. Raises an InputError that lists its fields for none."""
     if field not in record:
         conversations = any(isinstance(value, list) for value in record.values())
         raise readers.no_text(f"{place}: no field", field, record, conversations)
     text = record[field]
     if text is None:
         return b""
+    if isinstance(text, list) and text and (document := readers.TokenIds.encode(text, place)) is not None:
+        return document
     if not isinstance(text, str):
         texts = ", ".join(name for name, value in record.items() if isinstance(value, str))
         fix = (

@@ -15,7 +15,19 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, encoders, labelled, media, objects, packing, pairs, sources, tokenizer
+from gspmd_lm.data import (
+    cache,
+    chat,
+    encoders,
+    labelled,
+    media,
+    objects,
+    packing,
+    pairs,
+    sources,
+    token_files,
+    tokenizer,
+)
 from gspmd_lm.data.tokens import TokenSplit, find_folders, open_tokens
 from gspmd_lm.errors import InputError
 
@@ -71,18 +83,18 @@ class Loader:
         epoch, i = divmod(number, count)
         if epoch and not self.repeat:
             return -1
-        return index_shuffle(i, max_index=count - 1, seed=_epoch_seed(self.seed, epoch), rounds=4)
+        return index_shuffle(i, max_index=count - 1, seed=epoch_seed(self.seed, epoch), rounds=4)
 
     def _row_of_mixture(self, number: int) -> int:
         """The source row that is row `number` of the endless sequence that is drawn from several parts."""
         assert isinstance(self.rows, packing.Joined)
         block, at = divmod(number, BLOCK)
-        at = index_shuffle(at, max_index=BLOCK - 1, seed=_epoch_seed(self.seed, f"block {block}"), rounds=4)
+        at = index_shuffle(at, max_index=BLOCK - 1, seed=epoch_seed(self.seed, f"block {block}"), rounds=4)
         first = 0
         for i_part, (share, part) in enumerate(zip(self.shares, self.rows.parts, strict=True)):
             if at < share:
                 epoch, i = divmod(block * share + at, len(part))
-                seed = _epoch_seed(self.seed, f"part {i_part} epoch {epoch}")
+                seed = epoch_seed(self.seed, f"part {i_part} epoch {epoch}")
                 return first + index_shuffle(i, max_index=len(part) - 1, seed=seed, rounds=4)
             at, first = at - share, first + len(part)
         raise AssertionError("the shares add up to BLOCK")
@@ -162,7 +174,12 @@ def open_loaders(
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
     folders, made = find_folders(data), None
-    if folders:
+    foreign = not folders and token_files.name_of_files(data)
+    if foreign:
+        tokens = encoders.open_encoder(config)
+        assert isinstance(tokens, tokenizer.Tokenizer)
+        opened = token_files.open_files(config, tokens)
+    elif folders:
         tokens = encoders.open_encoder(config)
         opened = open_tokens(data, folders, tokens)
         if isinstance(tokens, labelled.Labelled):
@@ -194,7 +211,8 @@ def open_loaders(
         elif data.packing == "stream":
             rows = packing.text(split.stream, data.seq)
         else:
-            rows = packing.documents(split.stream, data.seq, tokens.end, tokens.before[-1:] == (tokens.end,))
+            begins = not foreign and tokens.before[-1:] == (tokens.end,)  # others may write one token between texts
+            rows = packing.documents(split.stream, data.seq, tokens.end, begins)
         # Records and held-out documents may fill less than a row. A text for training may not.
         if not len(rows) or (training and isinstance(tokens, tokenizer.Tokenizer) and len(split.stream) <= data.seq):
             use, other = (
@@ -341,7 +359,7 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
 
 
 @functools.lru_cache(maxsize=4096)
-def _epoch_seed(seed: int, epoch: int | str) -> int:
+def epoch_seed(seed: int, epoch: int | str) -> int:
     """A seed of 32 bits that differs between epochs of one seed and between neighbouring seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4], "big")
 

@@ -30,7 +30,7 @@ from gspmd_lm.data.corpus import FileNotes
 from gspmd_lm.data.folders import MAKING, Folder
 from gspmd_lm.data.labelled import CUT, Labelled
 from gspmd_lm.data.packing import LAST, record_sizes
-from gspmd_lm.data.readers import Section
+from gspmd_lm.data.readers import Section, TokenIds
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.sources import DocumentSource, SourceFile, SourcePart
 from gspmd_lm.data.tokenizer import END_OF_TEXT, HuggingFace, Tokenizer
@@ -137,14 +137,18 @@ def make_tokens(
         folder.remove(MAKING)
 
 
-def plan_units(source: DocumentSource, splits: Sequence[str]) -> list[Unit]:
-    """The units of a source: of each part, as many files after one another as have UNIT_BYTES, or parts of files."""
-    wanted_bytes = max(UNIT_BYTES, source.size_bytes // MOST_UNITS)
+def plan_units(source: DocumentSource, splits: Sequence[str], unit_bytes: int | None = None) -> list[Unit]:
+    """The units of a source: of each part, as many files after one another as have so many bytes, or parts of files.
+
+    unit_bytes: None means UNIT_BYTES.
+    """
+    unit_bytes = unit_bytes or UNIT_BYTES
+    wanted_bytes = max(unit_bytes, source.size_bytes // MOST_UNITS)
     units: list[Unit] = []
     # The last split may have no files of its own.
     for split, part in zip([*splits[: len(source.parts)], HELD_OUT], source.every, strict=False):
         taken: list[SourceFile] = []
-        for span in itertools.chain.from_iterable(file.spans(UNIT_BYTES) for file in part.files):
+        for span in itertools.chain.from_iterable(file.spans(unit_bytes) for file in part.files):
             taken.append(span)
             if sum(one.size_bytes for one in taken) >= wanted_bytes:
                 units.append(Unit(len(units), split, tuple(taken)))
@@ -228,11 +232,11 @@ class _Work:
         notes.files.clear()
         versions = [file.current_version() for file in unit.files]
         part = SourcePart(unit.split, unit.files)
-        for batch, done_bytes in _ahead(_batches(self.source.read(part), unit.size_bytes)):
-            texts = [_texts(document, self.encoder) for document, _ in batch]
-            encoded = iter(self.encoder.encode_all([text for each in texts for text in each]))
+        for batch, done_bytes in read_ahead(batches(self.source.read(part), unit.size_bytes)):
+            texts = [split_texts(document, self.encoder) for document, _ in batch]
+            encoded = iter(encode_documents(self.encoder, [text for each in texts for text in each]))
             for (document, hashed), each in zip(batch, texts, strict=True):
-                is_left_out = unit.split != HELD_OUT and _contains(apart, hashed)
+                is_left_out = unit.split != HELD_OUT and contains(apart, hashed)
                 name = HELD_OUT if hashed <= up_to else unit.split
                 for number, text in enumerate(each, 1):
                     ids = next(encoded)
@@ -242,7 +246,8 @@ class _Work:
                         self._end(made)
                 counts["left_out"] += is_left_out
                 counts["spelled_ends"] += len(each) - 1
-                counts["spelled_texts"] += len(each) == 1 and spelled != b"" and spelled in document
+                is_text = spelled != b"" and not isinstance(document, TokenIds)
+                counts["spelled_texts"] += len(each) == 1 and is_text and spelled in document
                 counts["documents"] += 1
                 counts["document_bytes"] += len(document)
             for one in made.values():
@@ -314,7 +319,7 @@ class _Work:
         if self._limits is None:
             up_to, apart = -1, np.empty(0, np.uint64)
             if self.source.held_out:
-                apart = _ascending_hashes(self.source.walk([self.source.held_out], "reading documents", self.progress))
+                apart = ascending_hashes(self.source.walk([self.source.held_out], "reading documents", self.progress))
             elif self._held_out and self.source.size_bytes <= SURVEYED_BYTES:
                 up_to = _survey(self.source, self._held_out, self.progress)
             elif self._held_out:
@@ -403,19 +408,21 @@ class _Claims:
         return json.dumps({"host": socket.gethostname(), "renewed": time.time()}).encode()
 
 
-def _batches(documents: Iterable[tuple[bytes, int]], total_bytes: int) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
-    """Yields lists of at least BATCH_BYTES of documents, each with its hash, and the bytes of files read so far."""
+def batches(
+    documents: Iterable[tuple[bytes, int]], total_bytes: int, least_bytes: int = BATCH_BYTES
+) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
+    """Yields lists of at least so many bytes of documents, each with its hash, and the bytes of files read so far."""
     batch, size_bytes = [], 0
     for document, done_bytes in documents:
         batch.append((document, _hash(document)))
         size_bytes += len(document)
-        if size_bytes >= BATCH_BYTES:
+        if size_bytes >= least_bytes:
             yield batch, done_bytes
             batch, size_bytes = [], 0
     yield batch, total_bytes
 
 
-def _ahead(items: Iterator[T]) -> Iterator[T]:
+def read_ahead(items: Iterator[T]) -> Iterator[T]:
     """The items, of which a thread makes the next one while one is used."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, None)
@@ -424,16 +431,32 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
             yield item
 
 
-def _texts(document: bytes, encoder: Encoder) -> list[bytes]:
+def split_texts(document: bytes, encoder: Encoder) -> list[bytes]:
     """The texts of a document: several if it is of a file in which the end of a text is spelled."""
     if isinstance(document, Section) and document.may_spell_end and isinstance(encoder, HuggingFace):
         return document.split(encoder.spelled_end)
     return [document]
 
 
+def encode_documents(encoder: Encoder, texts: Sequence[bytes]) -> list[np.ndarray]:
+    """The tokens of each text, without those around it, and of each document that is tokens already."""
+    made = iter(encoder.encode_all([text for text in texts if not isinstance(text, TokenIds)]))
+    return [_bare_tokens(text, encoder) if isinstance(text, TokenIds) else next(made) for text in texts]
+
+
+def _bare_tokens(document: TokenIds, encoder: Encoder) -> np.ndarray:
+    """The tokens of a document, without those that a tokenizer puts around a text. Raises InputError for others."""
+    assert isinstance(encoder, Tokenizer), "records are not read as tokens"
+    ids, before, after = document.decode_ids(encoder.vocab_size).tolist(), [*encoder.before], [*encoder.after]
+    ids = ids[len(before) :] if ids[: len(before)] == before else ids
+    ids = ids[:-1] if ids[-1:] == [encoder.end] else ids
+    ids = ids[: len(ids) - len(after)] if after and ids[-len(after) :] == after else ids
+    return np.asarray(ids, np.int32)
+
+
 def _survey(source: DocumentSource, held_out: float, progress: Progress | None) -> int:
     """The largest hash of a document that is held out, of the share `held_out` of a source and at least one."""
-    distinct = _ascending_hashes(source.walk(source.parts, "reading documents", progress))
+    distinct = ascending_hashes(source.walk(source.parts, "reading documents", progress))
     count = max(1, round(held_out * len(distinct)))
     if count >= len(distinct):
         raise InputError(
@@ -444,11 +467,11 @@ def _survey(source: DocumentSource, held_out: float, progress: Progress | None) 
     return int(distinct[count - 1])
 
 
-def _ascending_hashes(documents: Iterable[bytes]) -> np.ndarray:
+def ascending_hashes(documents: Iterable[bytes]) -> np.ndarray:
     return np.unique(np.fromiter(map(_hash, documents), np.uint64))
 
 
-def _contains(ascending: np.ndarray, hashed: int) -> bool:
+def contains(ascending: np.ndarray, hashed: int) -> bool:
     at = int(np.searchsorted(ascending, np.uint64(hashed)))
     return at < len(ascending) and int(ascending[at]) == hashed
 

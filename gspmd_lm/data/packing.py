@@ -9,7 +9,8 @@ import numpy as np
 
 from gspmd_lm.data.shards import Span, Stream
 
-# Bits in the tokens of conversations (uint32): a token of the assistant, and the last token of a conversation.
+# Bits in tokens (uint32): a token of the assistant, and the last token of a conversation, or of a document whose end
+# is known though no token says it.
 TARGET, LAST = np.uint32(1 << 30), np.uint32(1 << 31)
 FIELDS = ("tokens", "targets", "segment_ids", "positions")
 
@@ -17,7 +18,7 @@ FIELDS = ("tokens", "targets", "segment_ids", "positions")
 class InMemory:
     """The Stream of tokens in an array."""
 
-    is_far = False
+    is_far = marks_ends = False
 
     def __init__(self, tokens: np.ndarray):
         self.tokens, self.dtype = tokens, tokens.dtype
@@ -47,9 +48,9 @@ def record_sizes(tokens: np.ndarray) -> np.ndarray:
 class Rows:
     """`len(rows)` rows of `seq` tokens. In each shard of the stream, row r starts at token r * stride.
 
-    With `end`, rows hold packed documents, which end with the token `end`. Each document is a segment of its own. A
-    document that a row cuts goes on in the next row as a new segment. Every token but the first of each document is a
-    target exactly once.
+    With `end`, rows hold packed documents, which end with the token `end`, or where the stream marks the end. Each
+    document is a segment of its own. A document that a row cuts goes on in the next row as a new segment. Every token
+    but the first of each document is a target exactly once.
     With `starts`, rows hold packed conversations, whose tokens carry TARGET and LAST. Row r starts at starts[r]. A
     conversation is cut only if no row can hold it. Every TARGET is a target exactly once.
     With neither, a row is a piece of one text, and every position has a target.
@@ -95,9 +96,13 @@ class Rows:
             silent = ends | ((windows[:, 1:] & TARGET) == 0)
             windows &= ~(TARGET | LAST)
         elif self.end is not None:
-            ends = silent = windows[:, :-1] == self.end
+            marks = (windows[:, :-1] & LAST) > 0 if self.stream.marks_ends else ends
+            if self.stream.marks_ends:
+                windows &= ~LAST
+            ends = windows[:, :-1] == self.end
             if self.begins_with_end:  # between two documents there are two of them
-                ends = silent = ends & (windows[:, 1:] == self.end)
+                ends &= windows[:, 1:] == self.end
+            ends = silent = ends | marks
         windows = windows.astype(np.int32)
         tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
         targets[silent] = -1

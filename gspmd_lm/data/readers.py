@@ -7,12 +7,15 @@ import csv
 import gzip
 import html.parser
 import io
+import itertools
 import lzma
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+import numpy as np
 
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.files import json_object, json_value
@@ -37,6 +40,33 @@ class Section(bytes):
 
     goes_on = False  # whether the next one is of the same text
     may_spell_end = False  # whether the end of a text may be spelled in it: in .txt files, as <|endoftext|>
+
+
+class TokenIds(bytes):
+    """A document of which there are only the tokens, as little-endian numbers of 32 bits."""
+
+    place = ""  # file and line or row, for errors
+
+    @classmethod
+    def encode(cls, ids: Any, place: str) -> "TokenIds | None":
+        """The document of a list of whole numbers; None for what is no such list."""
+        array = np.asarray(ids)
+        if array.ndim != 1 or array.dtype.kind not in "iu" or not ((array >= 0) & (array < 1 << 31)).all():
+            return None
+        made = cls(array.astype("<u4").tobytes())
+        made.place = place
+        return made
+
+    def decode_ids(self, vocab_size: int) -> np.ndarray:
+        """The tokens, int32. Raises InputError if the tokenizer does not have them all."""
+        ids = np.frombuffer(self, "<u4").astype(np.int32)
+        if len(ids) and ids.max() >= vocab_size:
+            i = int(ids.argmax())
+            raise InputError(
+                f"{self.place}: token {i:,} is {ids[i]:,}, and data.tokenizer has {vocab_size:,}\n"
+                "  fix   set data.tokenizer to the one that the tokens were made with"
+            )
+        return ids
 
 
 Row = tuple[str, dict[str, Any]]  # the place of a record, such as file:line, and its fields
@@ -304,7 +334,10 @@ def _table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None], Itera
 
 
 def table_texts(path: Path, field: str) -> Iterator[bytes]:
-    """The texts in the column `field` of a Parquet or Arrow file. Raises InputError if it is not a column of texts."""
+    """The texts in the column `field` of a Parquet or Arrow file, or the lists of tokens in it.
+
+    Raises InputError if it is another column.
+    """
     import pyarrow
 
     with _table(path) as (schema, batches):
@@ -312,6 +345,9 @@ def table_texts(path: Path, field: str) -> Iterator[bytes]:
             raise no_text(f"{path}: no column", field, schema.names, any(map(_is_list, schema.types)))
         _check_columns(path, schema.names, [field])
         kind = schema.field(field).type
+        if _is_list(kind) and pyarrow.types.is_integer(kind.value_type):
+            yield from _token_ids(path, field, batches([field]))
+            return
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
             fix = f"for conversations set data.messages_field={field}" if _is_list(kind) else "set data.text_field"
@@ -324,6 +360,21 @@ def table_texts(path: Path, field: str) -> Iterator[bytes]:
             column = column.cast(pyarrow.large_binary())
             column.validate(full=True)
             yield from (text or b"" for text in column.to_pylist())
+
+
+def _token_ids(path: Path, field: str, batches: Iterator[Any]) -> Iterator[TokenIds]:
+    """The documents of a column of lists of tokens. Raises InputError for a number that can be no token."""
+    number = 0
+    for batch in batches:
+        column = batch.column(0)
+        column.validate(full=True)
+        bounds, values = column.offsets.to_numpy(), column.values.fill_null(-1).to_numpy()
+        for start, stop in itertools.pairwise(bounds.tolist()):
+            number += 1
+            document = TokenIds.encode(values[start:stop], f"{path}: row {number}")
+            if document is None:
+                raise InputError(f"{path}: row {number}: {field} has null or a number below 0, which is no token")
+            yield document
 
 
 def table_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:

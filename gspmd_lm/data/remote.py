@@ -96,16 +96,13 @@ def listing(address: str, place: str, skip: Callable[[str, Path], None] = lambda
 
     Raises an InputError that begins with `place` if a package is missing, or if the address matches nothing.
     """
-    kind = address.partition("://")[0]
-    store, path = open_store(address, place)
+    kind, names = address.partition("://")[0], list_names(address, place)
+    store, _ = open_store(address, place)
     with _naming(f"{place}: {address}"):
-        names = _sorted_names(store, path)
         facts = {name: store.info(name) for name in names if formats.format_of(Path(name))}
     for name in names:
         if name not in facts:
             skip("unknown ending", Path(f"{kind}://{name}"))
-    if not names:
-        raise InputError(f"{place}: {address} matches no file\n  fix   correct the address")
     found = []
     for name, about in facts.items():
         version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
@@ -184,10 +181,20 @@ def _blocks(file: RemoteFile) -> Iterator[bytes]:
             yield block
 
 
-def _sorted_names(store: Any, path: str) -> list[str]:
-    if any(character in path for character in "*?[") and not store.exists(path):
-        return sorted(name for name in store.glob(path) if not store.isdir(name))
-    return sorted(store.find(path))  # of a file, the file itself
+def list_names(address: str, place: str) -> list[str]:
+    """The paths in the store of all files at an address: a file, a folder or a glob.
+
+    Raises an InputError that begins with `place` as `open_store` does, or if the address matches nothing.
+    """
+    store, path = open_store(address, place)
+    with _naming(f"{place}: {address}"):
+        if any(character in path for character in "*?[") and not store.exists(path):
+            names = sorted(name for name in store.glob(path) if not store.isdir(name))
+        else:
+            names = sorted(store.find(path))  # of a file, the file itself
+    if not names:
+        raise InputError(f"{place}: {address} matches no file\n  fix   correct the address")
+    return names
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""Shards of tokens: files of records with checksums, of which any part is read without the rest.
+"""Shards of tokens: files of which any part is read without the rest, such as our own of records with checksums.
 
-A shard is a .npy file of records. A record has RECORD_TOKENS tokens, the one after them, and a CRC-32. So a row whose
-length is a multiple of RECORD_TOKENS is read with nothing else but the checksums.
+Our own shard is a .npy file of records. A record has RECORD_TOKENS tokens, the one after them, and a CRC-32. So a row
+whose length is a multiple of RECORD_TOKENS is read with nothing else but the checksums.
 """
 
 import bisect
@@ -67,6 +67,7 @@ class Stream(Protocol):
     bounds: np.ndarray  # int64, where its shards begin, and its length
     dtype: np.dtype
     is_far: bool  # whether each read waits for a store
+    marks_ends: bool  # whether packing.LAST marks the tokens with which documents end
 
     def __len__(self) -> int: ...
 
@@ -79,41 +80,91 @@ class Stream(Protocol):
         ...
 
 
+class TokenFile(Protocol):
+    """A file of tokens in a folder, or a part of it, of which spans are read."""
+
+    @property
+    def folder(self) -> Folder: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def marks_ends(self) -> bool: ...
+
+    def byte_span(self, start: int, stop: int) -> Span:
+        """The bytes to read for the tokens from one to before another."""
+        ...
+
+    def decode(self, start: int, stop: int, raw: bytes) -> np.ndarray:
+        """The tokens from one to before another, of these bytes. Raises InputError if they cannot be those."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A file with tokens in a folder."""
+    """A file of records with tokens."""
 
     folder: Folder
     name: str
     tokens: int
+    dtype: np.dtype
     seed: int
     sizes_name: str  # the file with the sizes of its documents
 
-    def size_bytes(self, dtype: np.dtype) -> int:
-        """The size that the file must have."""
-        return self.first_byte(dtype) + -(-self.tokens // RECORD_TOKENS) * record_type(dtype).itemsize
+    marks_ends = False
 
-    def first_byte(self, dtype: np.dtype) -> int:
+    @property
+    def size_bytes(self) -> int:
+        """The size that the file must have."""
+        return self._first_byte + -(-self.tokens // RECORD_TOKENS) * self._records.itemsize
+
+    @functools.cached_property
+    def _records(self) -> np.dtype:
+        return record_type(self.dtype)
+
+    @functools.cached_property
+    def _first_byte(self) -> int:
         """Where the records begin."""
-        return len(npy_header(record_type(dtype), -(-self.tokens // RECORD_TOKENS)))
+        return len(npy_header(self._records, -(-self.tokens // RECORD_TOKENS)))
+
+    def byte_span(self, start: int, stop: int) -> Span:
+        """The bytes of the records with the tokens."""
+        first, last = _records_of(start, stop)
+        return self._first_byte + first * self._records.itemsize, self._first_byte + last * self._records.itemsize
+
+    def decode(self, start: int, stop: int, raw: bytes) -> np.ndarray:
+        """The tokens in the bytes of records. Raises InputError if the checksums are others."""
+        first, last = _records_of(start, stop)
+        if len(raw) == (last - first) * self._records.itemsize:
+            records = np.frombuffer(raw, self._records)
+            if _checksums(raw, self._records.itemsize, self.seed + first) == records["crc32"].tolist():
+                tokens = np.empty(len(records) * RECORD_TOKENS + 1, self.dtype)
+                tokens[:-1].reshape(len(records), RECORD_TOKENS)[:] = records["tokens"][:, :-1]
+                tokens[-1] = records["tokens"][-1, -1]
+                return tokens[start - first * RECORD_TOKENS : stop - first * RECORD_TOKENS]
+        raise InputError(
+            f"{self.folder.path(self.name)}: this shard of tokens is damaged, or belongs to other tokens "
+            f"(records {first:,} to {last - 1:,} have other checksums)\n"
+            "  fix   put the right file back, or make the tokens anew with tokenize"
+        )
 
 
 class Shards:
-    """The Stream of the tokens of shards, one after another."""
+    """The Stream of the tokens of files, one after another."""
 
-    def __init__(self, shards: Sequence[Shard], dtype: np.dtype):
+    def __init__(self, shards: Sequence[TokenFile], dtype: np.dtype):
         self.shards, self.dtype = shards, dtype
         self.bounds = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
         self._starts = self.bounds.tolist()
         self.is_far = any(not shard.folder.is_local for shard in shards)
-        self._records = record_type(dtype)
+        self.marks_ends = any(shard.marks_ends for shard in shards)
 
     def __len__(self) -> int:
         return int(self.bounds[-1])
-
-    @functools.cached_property
-    def _first_bytes(self) -> list[int]:
-        return [shard.first_byte(self.dtype) for shard in self.shards]
 
     def read(self, spans: Sequence[Span]) -> list[np.ndarray]:
         """The tokens of each span. All spans are read from a bucket at the same time.
@@ -129,12 +180,12 @@ class Shards:
                 start = end
         found: list[list[np.ndarray]] = [[] for _ in spans]
         for (i_span, i_shard, start, stop), raw in zip(parts, self._fetch(parts), strict=True):
-            found[i_span].append(self._decode(self.shards[i_shard], start, stop, raw))
+            found[i_span].append(self.shards[i_shard].decode(start, stop, raw))
         empty = np.empty(0, self.dtype)
         return [one[0] if len(one) == 1 else np.concatenate([empty, *one]) for one in found]
 
     def _fetch(self, parts: Sequence[tuple[int, int, int, int]]) -> list[bytes]:
-        """The bytes of the records with each part."""
+        """The bytes to decode for each part."""
         by_folder: dict[Folder, list[int]] = {}
         for number, (_, i_shard, _, _) in enumerate(parts):
             by_folder.setdefault(self.shards[i_shard].folder, []).append(number)
@@ -143,39 +194,22 @@ class Shards:
             spans = []
             for number in numbers:
                 _, i_shard, start, stop = parts[number]
-                first, last = _records_of(start, stop)
-                size, begin = self._records.itemsize, self._first_bytes[i_shard]
-                spans.append((self.shards[i_shard].name, begin + first * size, begin + last * size))
+                spans.append((self.shards[i_shard].name, *self.shards[i_shard].byte_span(start, stop)))
             try:
                 raws = folder.read_spans(spans)
             except FileNotFoundError as error:
                 raise InputError(
                     f"{error.filename or error}: this shard of tokens is missing\n"
-                    "  fix   put it back, or make the tokens anew with tokenize"
+                    "  fix   put it back, or make the tokens anew"
                 ) from error
             for number, raw in zip(numbers, raws, strict=True):
                 fetched[number] = raw
         return fetched
 
-    def _decode(self, shard: Shard, start: int, stop: int, raw: bytes) -> np.ndarray:
-        """The tokens from one of a shard to before another, of the bytes of the records with them."""
-        first, last = _records_of(start, stop)
-        if len(raw) == (last - first) * self._records.itemsize:
-            records = np.frombuffer(raw, self._records)
-            if _checksums(raw, self._records.itemsize, shard.seed + first) == records["crc32"].tolist():
-                tokens = np.empty(len(records) * RECORD_TOKENS + 1, self.dtype)
-                tokens[:-1].reshape(len(records), RECORD_TOKENS)[:] = records["tokens"][:, :-1]
-                tokens[-1] = records["tokens"][-1, -1]
-                return tokens[start - first * RECORD_TOKENS : stop - first * RECORD_TOKENS]
-        raise InputError(
-            f"{shard.folder.path(shard.name)}: this shard of tokens is damaged, or belongs to other tokens "
-            f"(records {first:,} to {last - 1:,} have other checksums)\n"
-            "  fix   put the right file back, or make the tokens anew with tokenize"
-        )
-
     def record_sizes(self) -> np.ndarray:
-        sizes = [np.empty((0, 2), np.int64)]
-        for folder, group in itertools.groupby(self.shards, key=lambda shard: shard.folder):
+        """The sizes of the records of shards. Other files hold texts."""
+        sizes, of_records = [np.empty((0, 2), np.int64)], [one for one in self.shards if isinstance(one, Shard)]
+        for folder, group in itertools.groupby(of_records, key=lambda shard: shard.folder):
             shards = [*group]
             contents = folder.read_all([shard.sizes_name for shard in shards])
             sizes += [decode_sizes(*one) for one in zip(contents, shards, strict=True)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gspmd_lm import files
 from gspmd_lm.config import Config
-from gspmd_lm.data import encoders, making, special_tokens, tokens
+from gspmd_lm.data import encoders, making, special_tokens, token_files, tokens
 from gspmd_lm.data.folders import Folder
 from gspmd_lm.data.sources import Progress
 from gspmd_lm.data.tokenizer import tokenizer_path
@@ -24,7 +24,7 @@ def tokenize(config: Config, out: str, progress: Progress | None = None) -> list
             "tokenize: a model of images or sounds reads files, of which no tokens are made\n"
             "  fix   name a config that reads texts"
         )
-    if tokens.find_folders(data):
+    if tokens.find_folders(data) or token_files.name_of_files(data):
         raise InputError(f"data.source={data.source}: has tokens already\n  fix   name the texts")
     if not files.is_remote(out):
         out = str(Path(out).expanduser().absolute())

@@ -13,8 +13,8 @@ import tokenizers
 
 from gspmd_lm import files
 from gspmd_lm.config.paths import cache_folder, download, unwritable
-from gspmd_lm.data import remote, special_tokens
-from gspmd_lm.data.encodings import count_dropped, encode_texts
+from gspmd_lm.data import remote, special_tokens, tiktoken_files
+from gspmd_lm.data.encodings import byte_names, count_dropped, encode_texts
 from gspmd_lm.errors import InputError
 from gspmd_lm.units import plural
 
@@ -67,7 +67,7 @@ class Bytes:
 
     def template(self) -> tokenizers.Tokenizer:
         """A tokenizer of texts and pairs of texts. `end` follows each text, and a second text is of type 1."""
-        made = tokenizers.Tokenizer(tokenizers.models.BPE({name: byte for byte, name in enumerate(_byte_names())}, []))
+        made = tokenizers.Tokenizer(tokenizers.models.BPE({name: byte for byte, name in enumerate(byte_names())}, []))
         made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         made.post_processor = _ends(self.end)
         return made
@@ -248,7 +248,7 @@ class HuggingFace:
 
     def _find_byte_ids(self, raw: str) -> np.ndarray | None:
         """The ids of the 256 single bytes in a byte-level or byte-fallback vocabulary; None for another one."""
-        names = _byte_names() if '"ByteLevel"' in raw else _fallback_names()
+        names = byte_names() if '"ByteLevel"' in raw else _fallback_names()
         ids = [self._tokenizer.token_to_id(name) for name in names]
         return None if None in ids else np.asarray(ids, np.int32)
 
@@ -325,13 +325,6 @@ def _template(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     return tokenizer.template()
 
 
-def _byte_names() -> list[str]:
-    """GPT-2's names of the 256 bytes: printable ones stand for themselves, characters from 256 on for the others."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
 def _fallback_names() -> list[str]:
     """The names of the 256 bytes in a vocabulary with byte fallback."""
     return [f"<0x{byte:02X}>" for byte in range(256)]
@@ -384,7 +377,12 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_path(name: str) -> Path:
-    """The path of the tokenizer.json that `name`, its path or its folder, means. Raises InputError if there is none."""
+    """The path of the tokenizer.json that `name`, its path or its folder, means. Raises InputError if there is none.
+
+    A file of tiktoken is written as a tokenizer.json, which is kept.
+    """
+    if name.endswith(tiktoken_files.ENDING):
+        return _keep_files(tiktoken_files.convert(name))
     if "://" in name:
         return _copy_files(name if name.endswith(".json") else f"{name.rstrip('/')}/{FILE}")
     path = Path(name).expanduser()
@@ -399,10 +397,15 @@ def _copy_files(address: str) -> Path:
     """The copy of a tokenizer.json from elsewhere, in a folder with copies of the files about it."""
     (path,) = remote.copies(address, "data.tokenizer")
     contents = remote.beside(address, special_tokens.SMALL_FILES, "data.tokenizer")
-    facts = repr([path.parent.name, *contents.items()])
-    folder = cache_folder("tokenizers") / hashlib.sha256(facts.encode()).hexdigest()[:24]
+    return _keep_files(contents | {FILE: path.read_bytes()})
+
+
+def _keep_files(contents: Mapping[str, bytes]) -> Path:
+    """The tokenizer.json among files, which are written to a folder of their own in the cache."""
+    sums = hashlib.sha256(repr(sorted(contents.items())).encode())
+    folder = cache_folder("tokenizers") / sums.hexdigest()[:24]
     try:
-        for name, content in (contents | {FILE: path.read_bytes()}).items():
+        for name, content in contents.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             if not (folder / name).is_file() or (folder / name).read_bytes() != content:
                 files.replace(folder / name, content)

@@ -99,8 +99,8 @@ def open_folder(folder: Folder, manifest: Mapping[str, Any]) -> Tokens:
         shards = []
         for facts in split["shards"]:
             name = facts["name"]
-            shard = Shard(folder, name, facts["tokens"], shard_seed(manifest["plan"], name), sizes_name(name))
-            for each, wanted in ((name, shard.size_bytes(dtype)), (shard.sizes_name, facts["sizes_bytes"])):
+            shard = Shard(folder, name, facts["tokens"], dtype, shard_seed(manifest["plan"], name), sizes_name(name))
+            for each, wanted in ((name, shard.size_bytes), (shard.sizes_name, facts["sizes_bytes"])):
                 if sizes.get(each) != wanted:
                     is_there = f"has {sizes[each]:,} bytes in place of {wanted:,}" if each in sizes else "is missing"
                     raise InputError(

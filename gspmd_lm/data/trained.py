@@ -13,7 +13,8 @@ from etils import epath
 from gspmd_lm import files
 from gspmd_lm.config import Config, core_yaml
 from gspmd_lm.config.paths import cache_entry, cache_folder, read_text, unwritable
-from gspmd_lm.data import corpus, sources, special_tokens, tokens
+from gspmd_lm.data import corpus, sources, special_tokens, token_files, tokens
+from gspmd_lm.data.readers import TokenIds
 from gspmd_lm.data.sources import DocumentSource, Progress, random_rows
 from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, MASK, Tokenizer, load_tokenizer, tokenizer_path, trained_size
 from gspmd_lm.errors import InputError
@@ -53,6 +54,11 @@ def with_vocab_size(config: Config) -> Config:
         raise InputError(
             f"data.tokenizer={data.tokenizer}: {folder.address} has tokens already, of {manifest['tokenizer']}\n"
             f"  fix   --set data.tokenizer={tokens.kept_tokenizer(folder, manifest)}"
+        )
+    if size and are_here and (name := token_files.name_of_files(data)):
+        raise InputError(
+            f"data.tokenizer={data.tokenizer}: {name} has tokens already\n"
+            "  fix   set data.tokenizer to the one that they were made with"
         )
     if size and data.conversations:
         raise InputError(
@@ -196,7 +202,15 @@ def tokenizer_of_source(
 def _sample(source: DocumentSource, progress: Progress | None) -> Iterator[bytes]:
     """The documents to train a tokenizer on: of a large source every second, every third, ..."""
     every = -(-source.size_bytes // MOST_BYTES)
-    return itertools.islice(source.walk(source.parts, "training the tokenizer", progress), every - 1, None, every)
+    for document in itertools.islice(
+        source.walk(source.parts, "training the tokenizer", progress), every - 1, None, every
+    ):
+        if isinstance(document, TokenIds):
+            raise InputError(
+                f"{document.place}: tokens, on which no tokenizer is trained\n"
+                "  fix   set data.tokenizer to the one that they were made with"
+            )
+        yield document
 
 
 def train_tokenizer(

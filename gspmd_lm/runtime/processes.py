@@ -74,14 +74,14 @@ def from_first(value: Any) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """The JSON values that the processes passed, in their order, on every process. Waits as `from_first` does."""
+    """The JSON values that all processes passed, on the first process; [] on the others, which do not wait."""
     if not several():
         return [value]
-    name, me = next_key("gather"), jax.process_index()
-    if me:
-        client().key_value_set(f"{name}/{me}", json.dumps(value))
-    others = () if me else range(1, jax.process_count())
-    return from_first([value, *(json.loads(_value(f"{name}/{other}", other)) for other in others)])
+    name = next_key("gathered")
+    if jax.process_index():
+        client().key_value_set(f"{name}/{jax.process_index()}", json.dumps(value))
+        return []
+    return [value, *(json.loads(_value(f"{name}/{other}", other)) for other in range(1, jax.process_count()))]
 
 
 def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: None) -> None:

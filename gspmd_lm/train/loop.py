@@ -15,6 +15,7 @@ from rich.console import Console
 
 from gspmd_lm.config import Config, Train
 from gspmd_lm.data import trained
+from gspmd_lm.data.ahead import AheadLoader
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.errors import InputError, RunFailed
@@ -34,7 +35,7 @@ from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
 from gspmd_lm.workdir.log import Log, Sample
 from gspmd_lm.workdir.wall_time import WallTime
 
-Rows = Loader | Batches
+Rows = Loader | Batches | AheadLoader
 
 _log = logging.getLogger(__name__)
 
@@ -169,6 +170,8 @@ class Run:
         state = checkpoints.read(chosen, self.step.abstract_state)
         if chosen.extra.get("data") != self.rows[0].fingerprint:
             self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
+        if isinstance(self.rows[0], AheadLoader):
+            self.rows[0].resume(chosen.extra.get("positions"))
         changes = history.changes(self.workdir, describe_run(self.config or self.step.task))
         changes += saving.moved_rows(chosen.step, chosen.extra, self.batch)
         self.say("\n".join([f"restored step {chosen.step} of {self.workdir}", *changes]))
@@ -362,6 +365,8 @@ class _Training:
         self.last = self.meter.read(self.done, values)
         self.log.write(self.done, self.last | self.wall_time.totals())
         self.shown.line(self.done, self.last, self.meter.left_s(self.done))
+        if isinstance(self.run.rows[0], AheadLoader):
+            self.run.rows[0].say_rate(self.say, self.last)
         if self.done == self.start + 1:
             self.say(f"step {self.done}: {self.meter.first_step_s:.2f} s, with one-time work; left out of step times")
 
@@ -383,13 +388,11 @@ class _Training:
                 self.best = best_before  # the best is always a checkpoint
 
     def _save(self) -> None:
-        run, best = self.run, self.best
-        extra = {
-            "data": run.rows[0].fingerprint,
-            "batch": run.batch,
-            "rules": run.step.rules.path,
-            "best": dataclasses.asdict(best),
-        }
+        run, rows, best = self.run, self.run.rows[0], self.best
+        extra = {"data": rows.fingerprint, "batch": run.batch, "rules": run.step.rules.path}
+        extra["best"] = dataclasses.asdict(best)
+        if isinstance(rows, AheadLoader):
+            extra["positions"] = processes.gather(rows.positions(self.done))
         with self.save_clock.saving(), self.wall_time.spending("saves"):
             self.checkpoints.save(self.done, self.state, extra, keep=best.step if self.config.keeps_best else None)
         self.meter.restart(self.done)

@@ -336,7 +336,7 @@ class Checkpoints:
         damages: dict[int, str] = {}
         share = jax.process_index(), jax.process_count()
         for step in candidates:
-            damage = next(filter(None, gather(self._damage(step, _ITEMS, share))), "")
+            damage = next(filter(None, from_first(gather(self._damage(step, _ITEMS, share)))), "")
             if not damage:
                 self._undamaged = step
                 return step

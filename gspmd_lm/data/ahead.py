@@ -1,0 +1,383 @@
+"""Texts that are tokenized while a run trains on them, by processes that work ahead. Nothing of them is kept.
+
+The rows of a batch are parted among lanes, and each lane reads units of the source one after another, in an order that
+is drawn from the seed. A unit is tokenized in chunks, whose rows are shuffled. So a row is a function of the seed and
+the step, and a process tokenizes the units of the lanes that its devices read, and no others. Where a lane stands is
+saved with a checkpoint, so that a run that goes on does not begin each lane anew.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+from grain.experimental import index_shuffle
+
+from gspmd_lm.config import Config
+from gspmd_lm.data import ahead_process, encoders, making, packing, sources, token_files, tokenizer, tokens
+from gspmd_lm.data.ahead_process import Chunk, Request, Work
+from gspmd_lm.data.loader import Loader, epoch_seed, open_loaders
+from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.units import human_short, plural
+
+MOST_LANES = 32
+UNITS = 4 * MOST_LANES  # of a source at least, where they are not smaller than LEAST_UNIT_BYTES
+LEAST_UNIT_BYTES = 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024  # of texts: the tokens of a lane in memory are those of two chunks
+_KEPT_PLACES = 4096  # of a lane: batches are read ahead, so that it may stand behind the step that is saved
+_log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a chunk of a lane stands."""
+
+    first: int = 0  # the number of its first row in the lane
+    epoch: int = 0
+    unit: int = 0  # in the order of the lane in this epoch
+    chunk: int = 0  # of the unit
+
+
+class Process:
+    """A process that tokenizes, and what is known of its speed. Requests wait for those before them."""
+
+    def __init__(self, work: bytes, threads: int):
+        root = str(Path(__file__).parents[2])
+        found = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": found, "RAYON_NUM_THREADS": str(threads)}
+        command = [sys.executable, "-c", f"from {ahead_process.__name__} import main; main()"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        self.pid = self._process.pid
+        self._pool = ThreadPoolExecutor(1)
+        self._pool.submit(self._write, work)
+        self.tokens, self.taken_s = 0, 0.0
+
+    def ask(self, request: Request) -> Future[Chunk]:
+        """The chunk, when it is tokenized. Its result raises what made that impossible."""
+        return self._pool.submit(self._answer, request)
+
+    def _write(self, content: bytes) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(content)
+        self._process.stdin.flush()
+
+    def _answer(self, request: Request) -> Chunk:
+        assert self._process.stdout
+        try:
+            self._write(pickle.dumps(request))
+            answer = pickle.load(self._process.stdout)
+        except (EOFError, BrokenPipeError) as error:
+            raise RunFailed(
+                f"data.tokenize=ahead: a process that tokenizes ended with code {self._process.wait()}\n"
+                "  fix   see its lines above, and that there is memory; then the same command goes on"
+            ) from error
+        if isinstance(answer, Exception):
+            raise answer
+        self.tokens += len(answer.tokens)
+        self.taken_s += answer.taken_s
+        return answer
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._pool.shutdown(cancel_futures=True)
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # what was not written yet
+                assert pipe
+                pipe.close()
+
+
+class _Lane:
+    """The rows of one lane, of which one chunk is held and the next one is being made."""
+
+    def __init__(self, rows: "AheadRows", number: int, process: Process, start: Place):
+        self.rows, self.number, self.process = rows, number, process
+        self.places = collections.deque([start], _KEPT_PLACES)  # of the chunks so far
+        self._coming, self._rowless = self._ask(start), 0
+        self._held = self._take()
+
+    def _ask(self, place: Place) -> Future[Chunk]:
+        return self.process.ask(Request(self.number, self.rows.unit(self.number, place), place.chunk))
+
+    def _take(self) -> packing.Rows:
+        """The rows of the chunk at the last place. The one after it is asked for."""
+        place, chunk = self.places[-1], self._coming.result()
+        made = self.rows.pack(chunk.tokens)
+        self.rows.tell(chunk)
+        self._rowless = 0 if len(made) else self._rowless + chunk.is_last
+        if self._rowless > len(self.rows.work.units):
+            raise InputError(f"data.source: no unit of it has a row of data.seq + 1 = {self.rows.seq + 1:,} tokens")
+        if not chunk.is_last:
+            self._next = Place(place.first + len(made), place.epoch, place.unit, place.chunk + 1)
+        elif place.unit + 1 < self.rows.units_of(self.number):
+            self._next = Place(place.first + len(made), place.epoch, place.unit + 1)
+        else:
+            self._next = Place(place.first + len(made), place.epoch + 1)
+        self._coming = self._ask(self._next)
+        return made
+
+    def read(self, wanted: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """The arrays of some rows, whose numbers ascend."""
+        found, at = [], 0
+        while at < len(wanted):
+            place, count = self.places[-1], len(self._held)
+            if wanted[at] >= place.first + count:
+                self.places.append(self._next)
+                self._held = self._take()
+                continue
+            seed = epoch_seed(self.rows.seed, f"lane {self.number} {place[1:]}")
+            here = [one for one in wanted[at:] if one < place.first + count]
+            drawn = [index_shuffle(one - place.first, max_index=count - 1, seed=seed, rounds=4) for one in here]
+            found.append(self._held.read(drawn))
+            at += len(here)
+        return found
+
+
+class AheadRows:
+    """Rows by their number in the course of a run, which are read in ascending order."""
+
+    stream = packing.InMemory(np.empty(0, np.uint32))  # rows come from no stream for which a thread would wait
+
+    def __init__(self, work: Work, config: Config, encoder: tokenizer.Tokenizer):
+        self.work, self.seq, self.seed, self.batch = work, config.data.seq, config.data.seed, config.data.batch
+        self._is_one_text = config.data.packing == "stream"
+        self._end, self._begins = encoder.end, encoder.before[-1:] == (encoder.end,)
+        self.lanes = max(one for one in range(1, MOST_LANES + 1) if not self.batch % one and one <= len(work.units))
+        self.starts: dict[int, Place] = {}  # where lanes begin that do not begin at their beginning
+        self._open: dict[int, _Lane] = {}
+        self.processes: list[Process] = []
+        self._lock = threading.Lock()
+
+    def unit(self, lane: int, place: Place) -> int:
+        """The unit of the source that a lane reads at a place."""
+        count, seed = len(self.work.units), epoch_seed(self.seed, f"units {place.epoch}")
+        return index_shuffle(lane + place.unit * self.lanes, max_index=count - 1, seed=seed, rounds=4)
+
+    def units_of(self, lane: int) -> int:
+        """How many units a lane reads in an epoch."""
+        return -(-(len(self.work.units) - lane) // self.lanes)
+
+    def pack(self, stream: np.ndarray) -> packing.Rows:
+        """The rows of the tokens of a chunk."""
+        if self._is_one_text:
+            return packing.text(packing.InMemory(stream), self.seq)
+        return packing.documents(packing.InMemory(stream), self.seq, self._end, self._begins)
+
+    def tell(self, chunk: Chunk) -> None:
+        """Says of a chunk what its tokenizer could not encode, and which files of its unit are skipped or odd."""
+        if chunk.replaced_bytes:
+            _log.warning("the tokenizer has no token for %d bytes or characters of a text", chunk.replaced_bytes)
+        for line in chunk.notes.splitlines():
+            _log.warning("%s", line)
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays of rows, as packing.Rows gives them; an index of -1 gives a row of padding."""
+        empty = self.pack(np.empty(0, np.uint32))
+        fields = empty.read([-1] * len(indices))
+        size, by_lane = self.batch // self.lanes, collections.defaultdict[int, list[tuple[int, int]]](list)
+        for i, index in enumerate(map(int, indices)):
+            if index >= 0:
+                step, row = divmod(index, self.batch)
+                by_lane[row // size].append((step * size + row % size, i))
+        with self._lock:
+            self._begin({lane: rows[0][0] for lane, rows in by_lane.items()})
+            for lane, rows in by_lane.items():
+                numbers, places = zip(*rows, strict=True)
+                parts = self._open[lane].read(numbers)
+                for name, array in fields.items():
+                    array[list(places)] = np.concatenate([part[name] for part in parts])
+        return fields
+
+    def _begin(self, firsts: Mapping[int, int]) -> None:
+        """Opens lanes that are not open yet. firsts: the row of each lane that is wanted first."""
+        new = [lane for lane in firsts if lane not in self._open]
+        if new and not self.processes:
+            cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            count = min(len(new), cpus)
+            work = pickle.dumps(self.work)
+            self.processes = [Process(work, max(1, cpus // count)) for _ in range(count)]
+        for number, lane in enumerate(new):
+            start = self.starts.get(lane)
+            if start is None or start.first > firsts[lane]:
+                start = Place()
+                if firsts[lane]:
+                    _log.warning("data.tokenize=ahead: lane %d is counted from its beginning to find its place", lane)
+            self._open[lane] = _Lane(self, lane, self.processes[number % len(self.processes)], start)
+
+    def places(self, step: int) -> dict[int, Place]:
+        """Where the lanes of this process stand before a step that was read."""
+        row = step * (self.batch // self.lanes)
+        with self._lock:
+            return self.starts | {
+                lane: next((one for one in reversed(opened.places) if one.first <= row), Place())
+                for lane, opened in self._open.items()
+            }
+
+    def rate(self) -> tuple[float, int]:
+        """How many tokens a second the processes here can make, and how many processes there are."""
+        measured = [process for process in self.processes if process.taken_s]
+        return sum(one.tokens / one.taken_s for one in measured), len(self.processes)
+
+    def share(self) -> float:
+        """The share of each batch that this process reads."""
+        return len(self._open) / self.lanes
+
+    def close(self) -> None:
+        """Ends the processes."""
+        with self._lock:
+            for process in self.processes:
+                process.stop()
+            self.processes.clear()
+            self._open.clear()
+
+
+class _InOrder(Loader):
+    """A loader of rows in the order of their numbers."""
+
+    def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        rows = np.asarray(batch_rows, np.int64)
+        return np.where(rows < self.batch, step * self.batch + rows, -1)
+
+
+@dataclasses.dataclass(eq=False)
+class AheadLoader:
+    """Rows in batches that are tokenized ahead. They are read from one step on, in order."""
+
+    rows: AheadRows
+    in_order: Loader  # of the same rows
+    rate_is_said: bool = False
+
+    epochs_per_step = 0.0  # how many rows there are is not known
+    tokenizer: Path | None = None
+    classes: tuple[str, ...] = ()
+
+    @property
+    def description(self) -> str:
+        """For the user: what is read."""
+        return self.in_order.description
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal only for equal rows."""
+        return self.in_order.fingerprint
+
+    def batches(
+        self, start_step: int, shardings: Mapping[str, jax.sharding.Sharding], stop_step: int | None = None
+    ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
+        """Pairs of a step and its arrays, as `Loader.batches` gives them. The processes end with the generator."""
+        try:
+            yield from self.in_order.batches(start_step, shardings, stop_step)
+        finally:
+            self.rows.close()
+
+    def positions(self, step: int) -> dict[str, Any]:
+        """Where this process stands in the source before a step: small JSON, which a checkpoint keeps."""
+        return {"of": self._key, "lanes": {str(lane): [*place] for lane, place in self.rows.places(step).items()}}
+
+    def resume(self, positions: Any) -> None:
+        """Takes the positions of all processes from a checkpoint, so that no lane is counted from its beginning.
+
+        Positions of other data, or of another order of it, are not taken.
+        """
+        for one in positions if isinstance(positions, list) else []:
+            if one.get("of") == self._key:
+                self.rows.starts |= {int(lane): Place(*place) for lane, place in one["lanes"].items()}
+
+    @property
+    def _key(self) -> str:
+        return f"{self.fingerprint}-{self.rows.seed}-{self.rows.batch}-{self.rows.lanes}"
+
+    def say_rate(self, say: Callable[[str], None], values: Mapping[str, float]) -> None:
+        """Says once how fast this process's texts are tokenized, beside what its steps would read without waiting.
+
+        values: those that are logged. The rate is said as soon as they have the time of a step.
+        """
+        if self.rate_is_said or "step_time_s" not in values:
+            return
+        self.rate_is_said = True
+        rate, count = self.rows.rate()
+        step_s = max(values["step_time_s"] - values["data_wait_s"], 1e-9)
+        needed = self.rows.batch * self.rows.share() * self.rows.seq / step_s
+        say(
+            f"tokenized ahead: up to {human_short(rate)} tokens/s by {count} process{'es' * (count != 1)} here; the "
+            f"steps need {human_short(needed)} tokens/s"
+        )
+
+
+def open_ahead(config: Config, progress: sources.Progress | None = None) -> tuple[AheadLoader, Loader | None]:
+    """The loader of the training rows of texts that are tokenized ahead, and that of the files for evaluation.
+
+    The tokens of these are made before, and kept. Raises InputError if `data` names something else than texts, or asks
+    for what is not known before they are read.
+    """
+    _check(config)
+    train_rows = _open_training(config, progress)
+    if not config.data.held_out_sources:
+        return train_rows, None
+    assert not isinstance(config.data.held_out, int | float)
+    data = dataclasses.replace(config.data, source=config.data.held_out, held_out=0.0, tokenize="once")
+    held_out, _ = open_loaders(dataclasses.replace(config, data=data), progress)
+    about = held_out.description.replace("training", "evaluation", 1)
+    return train_rows, dataclasses.replace(held_out, seed=0, repeat=False, description=about)
+
+
+def _open_training(config: Config, progress: sources.Progress | None) -> AheadLoader:
+    data = config.data
+    source, encoder, _ = encoders.open_source(config, progress, hashed=False)
+    assert isinstance(encoder, tokenizer.Tokenizer)
+    apart = np.empty(0, np.uint64)
+    if source.held_out:
+        apart = making.ascending_hashes(source.walk([source.held_out], "reading documents", progress))
+    to_train_on = dataclasses.replace(source, held_out=None)
+    unit_bytes = min(making.UNIT_BYTES, max(source.size_bytes // UNITS, LEAST_UNIT_BYTES))
+    units = tuple(making.plan_units(to_train_on, ["train"], unit_bytes))
+    named = data.tokenizer if data.tokenizer == "bytes" else str(tokenizer.tokenizer_path(data.tokenizer))
+    rows = AheadRows(Work(to_train_on, units, named, apart, CHUNK_BYTES), config, encoder)
+    files = [file for unit in units for file in unit.files]
+    facts = [[one.far.version if one.far else one.path.name, one.size_bytes, one.span, one.field] for one in files]
+    left_out = hashlib.sha256(apart.tobytes()).hexdigest()
+    about = json.dumps([facts, encoder.fingerprint, left_out, data.packing, data.seq])
+    lanes = plural(rows.lanes, "lane")
+    notes = filter(None, [f"training: texts tokenized ahead, in {lanes} ({source.description})", source.notes])
+    loader = _InOrder(
+        rows=cast(Any, rows),  # of which nothing but `read` is used
+        batch=data.batch,
+        padded_batch=data.padded_batch,
+        seed=data.seed,
+        repeat=True,
+        description="\n".join(notes),
+        fingerprint=f"ahead-{hashlib.sha256(about.encode()).hexdigest()[:24]}",
+    )
+    return AheadLoader(rows, loader)
+
+
+def _check(config: Config) -> None:
+    """Raises InputError if what a config asks for cannot be tokenized ahead."""
+    data = config.data
+    if data.conversations or data.fields:
+        what, fix = "records", "name texts, or leave data.tokenize out"
+    elif sources.random_rows(data.source) is not None or tokens.find_folders(data) or token_files.name_of_files(data):
+        what, fix = f"{data.sources[0].path}, which is no text", "leave data.tokenize out"
+    elif data.sources[0].weight:
+        what, fix = "sources with weights", "leave the weights out, or make tokens of each with the verb tokenize"
+    elif data.held_out_share:
+        what, fix = f"data.held_out={data.held_out}, a share", "--set data.held_out=FILE, or 0"
+    elif tokenizer.trained_size(data.tokenizer):
+        what, fix = f"data.tokenizer={data.tokenizer}", "train it on some of the texts before, with --train_tokenizer"
+    else:
+        return
+    raise InputError(f"data.tokenize=ahead does not go with {what}\n  fix   {fix}")
