@@ -56,21 +56,27 @@ class RemoteFile:
         return cache_folder("copies") / self.version / Path(self.name).name
 
     @contextlib.contextmanager
-    def part(self, start: int, stop: int | None) -> Iterator[Path]:
-        """A context with a copy of the file, or of the lines that begin between two positions, which ends with it."""
+    def part(self, span: formats.Span | None) -> Iterator[Path]:
+        """A context with a copy of the file, or of a span of it, which ends with the context."""
         folder = cache_folder("copies")
         folder.mkdir(parents=True, exist_ok=True)
         files.trim(folder.glob(f"*{files.PARTIAL}"), sys.maxsize)  # what killed processes left
         with tempfile.TemporaryDirectory(suffix=files.PARTIAL, dir=folder) as made:
             path = Path(made, Path(self.name).name)
             with _naming(f"{self.place}: {self.address}"):
-                if stop is None:
+                if span is None:
                     self.store.get_file(self.name, str(path))
                 else:
-                    with self.store.open(self.name, "rb", cache_type="readahead") as file:
-                        begin, end = readers.lines_between(file, start, stop)
-                    path.write_bytes(self.store.cat_file(self.name, begin, end))
+                    path.write_bytes(self.store.cat_file(self.name, *span))
             yield path
+
+    def whole_lines(self, span: formats.Span) -> formats.Span:
+        """From the first of the lines that begin in a span of the file to behind the last of them."""
+        with (
+            _naming(f"{self.place}: {self.address}"),
+            self.store.open(self.name, "rb", cache_type="readahead") as file,
+        ):
+            return readers.lines_between(file, *span)
 
 
 def open_store(address: str, place: str, **options: Any) -> tuple[Any, str]:

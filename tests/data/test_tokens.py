@@ -9,6 +9,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+import tokenizers
 
 from gspmd_lm import config
 from gspmd_lm.config import nest
@@ -114,25 +115,46 @@ def test_rows_of_records_do_not_depend_on_where_shards_end(records, kind, monkey
     assert _equal(whole, _rows("made", held_out=0, **settings))
 
 
-def test_a_source_in_parts_has_the_same_documents(monkeypatch, folder):
-    """Of files that are read in parts: a part has the lines that begin in it."""
-    (folder / "b.txt").write_text("".join(f"line {i} of a book\n" for i in range(3000)))
+def _stream(path):
+    """The tokens to train on of a folder, and in how many shards they are."""
+    made = Folder(path)
+    manifest = tokens.read_manifest(made)
+    assert manifest
+    return np.asarray(tokens.open_folder(made, manifest).train[0].stream), len(manifest["splits"][0]["shards"])
+
+
+def _framing(folder):
+    """A tokenizer whose texts begin with <s>, have <|end|> behind them, and end with </s>; and these three ids."""
+    made = tokenizers.Tokenizer.from_file(str(conversations.write_tokenizer(folder, None) / "tokenizer.json"))
+    ids = {name: made.token_to_id(name) for name in ("<s>", "<|end|>", "</s>")}
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A <|end|>", special_tokens=[*ids.items()]
+    )
+    made.save(str(folder / "tokenizer.json"))
+    return {"tokenizer": str(folder)}, [*ids.values()]
+
+
+def test_a_source_in_parts_has_the_same_documents(monkeypatch, folder, bucket):
+    """Of files that are read in parts: a part has the lines that begin in it, and cuts no text in two."""
+    book = "".join(f"line {i} of a book\n" for i in range(3000))
+    (folder / "b.txt").write_text(book)
+    (folder / "c.txt").write_text(f"short\n{'w' * 20_000} words\n{book}")  # a line with several parts
+    for name in "bc":
+        bucket.put_file(f"{name}.txt", f"/texts/{name}.txt")
+    named, frame = _framing(folder / "framing")
     monkeypatch.setattr(readers, "SECTION_BYTES", 500)
-    for source in ("a.jsonl", "b.txt"):
-        _make(source, f"whole {source}", held_out=0)
-        monkeypatch.setattr(making, "UNIT_BYTES", 7001)
-        _make(source, f"parts {source}", held_out=0)
-        monkeypatch.undo()
-        monkeypatch.chdir(folder)
-        monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "cache"))
-        streams = []
-        for name in ("whole", "parts"):
-            made = Folder(f"{name} {source}")
-            manifest = tokens.read_manifest(made)
-            assert manifest and (len(manifest["splits"][0]["shards"]) > 5) == (name == "parts")
-            stream = np.asarray(tokens.open_folder(made, manifest).train[0].stream)
-            streams.append(stream if source == "a.jsonl" else stream[stream != 256])
-        assert (streams[0] == streams[1]).all() and len(streams[0]) > 50_000
+    streams = {}
+    for number, source in enumerate(("a.jsonl", "b.txt", "[bc].txt", "memory://texts")):
+        for name, most_bytes in (("whole", 1 << 30), ("parts", 7001)):
+            monkeypatch.setattr(making, "UNIT_BYTES", most_bytes)
+            _make(source, f"{name} {number}", held_out=0, **(named if number > 1 else {}))
+            streams[name, source], count = _stream(f"{name} {number}")
+            assert (count > 5) == (name == "parts")
+        assert (streams["whole", source] == streams["parts", source]).all() and len(streams["whole", source]) > 50_000
+    both = streams["parts", "[bc].txt"]
+    assert (both == streams["parts", "memory://texts"]).all() and [(both == i).sum() for i in frame] == [2, 2, 2]
+    _make("b.txt", "apart", held_out=0.2, **named)
+    assert [(_stream("apart")[0] == i).sum() for i in frame] == [1, 1, 1], "a text with parts held out is still one"
 
 
 def test_each_process_reads_its_share_and_nothing_else(monkeypatch):
