@@ -39,7 +39,7 @@ def show(overview: Overview, console: Console) -> None:
 def page(overview: Overview, command: str) -> str:
     """The HTML of the page, which has the rows whole. command: what made it."""
     sections = [_counts(overview), *(Section(_about(row), "", [Figure(_segments(row))]) for row in overview.rows)]
-    legend = '<p class="legend">Tokens that are predicted are <mark>marked</mark>. The others are read only.</p>'
+    legend = '<p class="legend"><span>The loss counts the <mark>marked</mark> tokens. The others are read only.</span></p>'
     body = html.facts(sections) + html.sections(sections[:1]) + legend + html.sections(sections[1:])
     return html.page("Data", command, body)
 
@@ -56,7 +56,7 @@ def _counts(overview: Overview) -> Section:
     facts += [Fact("tokens", human_count(train.tokens))] if train.tokens else []
     facts.append(Fact("held-out rows", f"{held_out.rows:,}" if held_out else "none"))
     notes = [("training", train.description)]
-    notes += [("evaluation", _shortened(held_out, train))] if held_out else []
+    notes += [("evaluation", _shorten(held_out, train))] if held_out else []
     notes += [("note", line) for line in overview.notes]
     notes += [("tokenizer", overview.tokenizer)] if overview.tokenizer else []
     notes.append(("reading", f"this machine reads {describe_speed(overview.speed)}"))
@@ -64,7 +64,7 @@ def _counts(overview: Overview) -> Section:
     return Section("Data", "", blocks, facts)
 
 
-def _shortened(held_out: Side, train: Side) -> str:
+def _shorten(held_out: Side, train: Side) -> str:
     """What is said of the rows for evaluation, without the source if that of training says it."""
     origin = train.description[train.description.find(" (") :]
     return held_out.description.removesuffix(origin)
@@ -109,10 +109,10 @@ def _segments(row: ShownRow) -> str:
 
 def _segment(name: str, pieces: "list[Piece] | tuple[Piece, ...]") -> str:
     named = f"<b>{svg.text(name)}</b>\n" if name else ""
-    return f'<pre class="segment">{named}{"".join(_marked(pieces))}</pre>'
+    return f'<pre class="segment">{named}{"".join(_mark(pieces))}</pre>'
 
 
-def _marked(pieces: "list[Piece] | tuple[Piece, ...]") -> Iterator[str]:
+def _mark(pieces: "list[Piece] | tuple[Piece, ...]") -> Iterator[str]:
     for piece in pieces:
         text = svg.text(_visible(piece.text))
         yield f"<mark>{text}</mark>" if piece.is_learnt else text
