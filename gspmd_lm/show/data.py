@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.text import Text as Line
 
 from gspmd_lm.data.overview import Overview, Piece, ShownRow, Side
-from gspmd_lm.data.speed import Speed
+from gspmd_lm.data.speed import describe_speed
 from gspmd_lm.show import html, svg, terminal
 from gspmd_lm.show.document import Block, Fact, Figure, Notes, Section, Text
-from gspmd_lm.units import human_bytes, human_count, human_short, plural
+from gspmd_lm.units import human_count, plural
 
 SCHEMA = 1  # of the JSON; to be raised when a key changes its meaning
 MOST = 800  # characters of a row in a terminal
@@ -39,15 +39,9 @@ def show(overview: Overview, console: Console) -> None:
 def page(overview: Overview, command: str) -> str:
     """The HTML of the page, which has the rows whole. command: what made it."""
     sections = [_counts(overview), *(Section(_about(row), "", [Figure(_segments(row))]) for row in overview.rows)]
-    legend = '<p class="legend"><span>The loss counts the <mark>marked</mark> tokens. The others are read only.</span></p>'
+    legend = "<p><small>The loss counts the <mark>marked</mark> tokens. The others are read only.</small></p>"
     body = html.facts(sections) + html.sections(sections[:1]) + legend + html.sections(sections[1:])
     return html.page("Data", command, body)
-
-
-def describe_speed(speed: Speed) -> str:
-    """'5.60k rows/s and 23.0 MB/s (the first 512 rows)'"""
-    size = f" and {human_bytes(speed.bytes_per_s)}/s" if speed.row_bytes else ""
-    return f"{human_short(speed.rows_per_s)} rows/s{size} (the first {speed.rows:,} rows)"
 
 
 def _counts(overview: Overview) -> Section:

@@ -22,7 +22,7 @@ from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.endings import StopSignal
 from gspmd_lm.runtime.preemption import Agreement
 from gspmd_lm.runtime.watchdog import Watchdog
-from gspmd_lm.train import init_from, progress, saving
+from gspmd_lm.train import init_from, progress, reading, saving
 from gspmd_lm.train.init_from import InitFrom
 from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.saving import Best, SkippedSteps
@@ -270,6 +270,7 @@ class _Training:
             self._counting_time(),
             progress.profile_steps(run.profile, start, self.stop, run.workdir / "profile", self.say) as trace,
         ):
+            self._say_reading()
             if chosen and "best" in chosen.extra and self._is_scheduled(start) and self.best.evaluated != start:
                 # The run was asked to stop at this step, and saved it without evaluating it.
                 self._evaluate()
@@ -277,9 +278,10 @@ class _Training:
             if not chosen and processes.several():  # where saving fails, it fails before anything was computed
                 self._save()
             try:
-                for at, batch in self._waiting(() if self._ends_early else batches):
+                for at, batch in self.meter.waiting(() if self._ends_early else batches, self.wall_time):
                     trace(at)
                     self.state, values = self.program(self.state, batch)
+                    self.meter.device.follow(values)
                     self.done = at + 1
                     ends = self._after_step(values)
                     self.watchdog.beat(self.done)
@@ -306,19 +308,19 @@ class _Training:
         if self.done > self.start:
             self.log.write(self.done, self.wall_time.totals())
 
+    def _say_reading(self) -> None:
+        """Says what the steps read, and what the source can deliver, which some rows are read for."""
+        rows, report = self.run.rows[0], self.run.programs.report
+        if self.is_main and isinstance(rows, Loader):
+            step_time = reading.step_time(report and report.step_time_s, self.log.wall_s, self.start)
+            span, count = (self.start, self.stop), self.run.machine.process_count
+            with self.wall_time.spending("start"):
+                self.say(reading.describe(rows, self.run.step.batch_shardings, span, step_time, count))
+            self.meter.begin()
+
     def _count_hang(self, kind: str, seconds: float) -> None:
         self.wall_time.count_hang(kind, seconds)
         self.log.write(self.done, self.wall_time.totals())
-
-    def _waiting(self, batches: Any) -> Iterator[Any]:
-        """The batches. The time spent waiting for them is counted, also as that of the steps since the last log."""
-        batches = self.meter.waiting(batches)
-        while True:
-            with self.wall_time.spending("data"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
 
     @property
     def _ends_early(self) -> bool:
