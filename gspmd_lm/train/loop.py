@@ -17,7 +17,7 @@ from gspmd_lm.config import Config, Train
 from gspmd_lm.data import trained
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.loader import Loader
-from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.errors import InputError, RunFailed, StoreFailed
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.endings import StopSignal
 from gspmd_lm.runtime.preemption import Agreement
@@ -287,11 +287,12 @@ class _Training:
                     self.watchdog.beat(self.done)
                     if ends:
                         break
-            except InputError:  # a row that cannot be read, such as an image that ends early
+            except (InputError, StoreFailed) as error:  # a row that cannot be read, such as an image that ends early
                 if not processes.several() and self.done > self.start:  # no other process waits for that row
                     self._save_if_due(True, False, self.best)
                     self.checkpoints.wait()
-                    self.say(f"saved step {self.done}; once that row is mended, the same command goes on from there")
+                    when = "when the store answers" if isinstance(error, StoreFailed) else "once that row is mended"
+                    self.say(f"saved step {self.done}; {when}, the same command goes on from there")
                 raise
             with self.wall_time.spending("saves"):
                 self.checkpoints.wait()  # before anything is promised, and while signals cannot end this process

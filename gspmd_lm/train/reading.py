@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 
 from gspmd_lm.data.loader import Loader
-from gspmd_lm.data.speed import describe_speed, measure_speed
+from gspmd_lm.data.speed import describe_speed, measure_speed, row_bytes
+from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.units import human_bytes, human_count, human_seconds, human_short
 
 
@@ -37,20 +38,25 @@ def describe(
 ) -> str:
     """Lines about the rows of the steps from `span[0]` to before `span[1]`. Some rows are read to measure the source.
 
-    Raises InputError or RunFailed if rows cannot be read.
+    A row that cannot be read is said, and ends the run when a step needs it.
     """
     steps, local = span[1] - span[0], rows.local_rows(shardings)
     local = local[local < rows.batch]  # those of padding are not read
-    speed, count = measure_speed(rows, local, span[0]), steps * rows.batch
-    step_bytes, wanted = len(local) * speed.row_bytes, len(local) / step.seconds if step else 0.0
+    count, wanted = steps * rows.batch, len(local) / step.seconds if step else 0.0
+    mean_bytes = row_bytes(rows)
+    step_bytes = len(local) * mean_bytes
     tokens = f", {human_count(count * rows.tokens / len(rows.rows))} tokens" if rows.tokens else ""
     epochs = "" if rows.shares else f": {count / len(rows.rows):.3g} epochs"
     lines = [f"steps    {steps:,} steps read {count:,} rows{tokens}{epochs}"]
     if step_bytes:
         who = f" in each of {processes} processes" if processes > 1 else ""
-        rate = f", {human_bytes(wanted * speed.row_bytes)}/s" if step else ""
+        rate = f", {human_bytes(wanted * mean_bytes)}/s" if step else ""
         at = f" at {human_seconds(step.seconds)} a step, {step.known}" if step else ""
         lines.append(f"reading  {human_bytes(step_bytes)} a step{who}{rate}{at}")
+    try:
+        speed = measure_speed(rows, local, span[0])
+    except (InputError, RunFailed) as error:
+        return "\n".join([*lines, f"source   not measured: {error}"])
     more = f", {speed.rows_per_s / wanted:.3g} times what the steps need" if wanted else ""
     lines.append(f"source   gives {describe_speed(speed)}{more}")
     if speed.rows_per_s < wanted:

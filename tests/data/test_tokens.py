@@ -16,7 +16,7 @@ from gspmd_lm.config import nest
 from gspmd_lm.data import folders, loader, making, readers, shards, tokens, trained
 from gspmd_lm.data.folders import Folder
 from gspmd_lm.data.tokenize import tokenize
-from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.errors import InputError, StoreFailed
 from tests.data import conversations
 
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 1024}
@@ -217,16 +217,31 @@ def test_buckets(bucket, folder, monkeypatch):
         _rows("memory://made")
 
 
-def test_a_store_that_does_not_answer(bucket, monkeypatch):
+def test_a_store_that_does_not_answer(bucket, monkeypatch, caplog):
     _make(out="memory://made")
     opened, _ = loader.open_loaders(_config("memory://made"))
 
     def fail(*_, **__):
         raise TimeoutError("the store is silent")
 
+    answer, silent = type(bucket).cat_file, []
+    refused = r"memory://made/train-00000\.npy, \.\.\.: the store does not answer.*silent"
+    monkeypatch.setattr(folders, "PAUSE_S", 0.01)
     monkeypatch.setattr(type(bucket), "cat_file", fail)
-    with pytest.raises(RunFailed, match=r"memory://made/train-00000\.npy, \.\.\.: the store does not answer.*silent"):
+    with pytest.raises(StoreFailed, match=refused):  # at once: it has never answered
         opened.rows_at(0, slice(None))
+    monkeypatch.setattr(
+        type(bucket), "cat_file", lambda *given, **more: (fail if silent.pop() else answer)(*given, **more)
+    )
+    for count in (0, 3, 2):  # so many answers are missing, and then it answers
+        silent[:] = [False] * 100 + [True] * count
+        assert _equal([opened.rows_at(1, slice(None))], _rows("memory://made", [1])) and len(silent) < 100
+    assert caplog.text.count("the store does not answer") == 2 == caplog.text.count("asked again for up to 5.0 min")
+    monkeypatch.setattr(folders, "PATIENCE_S", 0.05)
+    silent[:] = [True] * 10_000
+    with pytest.raises(StoreFailed, match=refused):
+        opened.rows_at(2, slice(None))
+    assert 2 < 10_000 - len(silent) < 10_000
 
 
 def test_a_claim_in_a_bucket_is_taken_over_when_it_is_silent(bucket, monkeypatch):

@@ -46,6 +46,7 @@ def test_lines_of_a_source(step, processes, lines, monkeypatch):
     rows = Loader(rows=range(640), batch=32, seed=0, repeat=True, description="", fingerprint="", tokens=6400,
                   padded_batch=40)  # fmt: skip
     monkeypatch.setattr(Loader, "local_rows", lambda *_: np.asarray([0, 1, 2, 3, 28, 29, 30, 31, 39]))
+    monkeypatch.setattr(reading, "row_bytes", lambda _: 1000.0)
     monkeypatch.setattr(reading, "measure_speed", lambda _, local, at: Speed(8 * len(local), 0.64, 1000.0))
     said = reading.describe(rows, {}, (10, 50), step, processes).splitlines()
     assert said == ["steps    40 steps read 1,280 rows, 12,800 tokens: 2 epochs", *lines]
