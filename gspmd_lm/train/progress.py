@@ -22,7 +22,7 @@ from gspmd_lm.workdir.wall_time import WallTime
 
 SHORT = {"tokens": "tok", "rows": "rows"}  # the unit of a speed -> its abbreviation
 HEADED = 20  # a heading stands above every so many lines
-WAITING = 0.1  # the share of a step that it may wait for data without a word
+WAITING, WAITING_S = 0.1, 0.005  # a step that waits for data for such a share of its time, and so long, says so
 # Heading, width, and how a value is shown. A line has 80 columns at most: docs/monitoring.md explains the columns.
 _COLUMNS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
     ("|grad|", 7, "gradient_norm", lambda value: _digits(value, 4)),
@@ -253,8 +253,9 @@ def line(step: int, stop: int, values: Mapping[str, float], mfu: bool, unit: str
 
 def waiting(values: Mapping[str, float]) -> str:
     """'  31% waiting for data', if steps did so for a share of their time that should be known; '' if not."""
-    share = values.get("data_wait_s", 0.0) / values.get("step_time_s", 1.0)
-    return f"  {share:.0%} waiting for data" if share >= WAITING else ""
+    waited_s, step_time_s = values.get("data_wait_s", 0.0), values.get("step_time_s", 1.0)
+    is_long = waited_s >= max(WAITING_S, WAITING * step_time_s)
+    return f"  {waited_s / step_time_s:.0%} waiting for data" if is_long else ""
 
 
 def scores(values: Mapping[str, float]) -> str:
