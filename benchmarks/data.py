@@ -144,9 +144,10 @@ def rates(at: Path, source: Path, tokenizer: Path) -> list[dict[str, Any]]:
 def bounds(at: Path, source: Path, tokenizer: Path) -> list[dict[str, Any]]:
     """What four processes and one take for the same source: memory, disk, and how often each part is made."""
     own = {**os.environ, "GSPMD_LM_CACHE": str(at / "cache")}
-    several = [subprocess.Popen(command(source, at / "by4", tokenizer), env=own, stderr=subprocess.DEVNULL)
-               for _ in range(4)]  # fmt: skip
-    assert [process.wait() for process in several] == [0] * 4
+    with (at / "by4.txt").open("w") as out:
+        several = [subprocess.Popen(command(source, at / "by4", tokenizer), env=own, stdout=out, stderr=out)
+                   for _ in range(4)]  # fmt: skip
+    assert [process.wait() for process in several] == [0] * 4, (at / "by4.txt").read_text()[-4000:]
     taken = measure.taken(command(source, at / "by1", tokenizer), GSPMD_LM_CACHE=str(at / "cache"))
     assert sums(at / "by4") == sums(at / "by1")
     kept_bytes = sum(path.stat().st_size for path in (at / "cache").rglob("*") if path.is_file())

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,7 @@ def open_store(address: str, place: str, **options: Any) -> tuple[Any, str]:
         raise InputError(f"{place}: {address}: {error}\n  fix   give gs://, s3://, hf:// or a local path") from error
     except Exception as error:  # of any of these packages; they have no common class
         raise _refusal(f"{place}: {address}", error) from error
+    logging.getLogger(type(store).__module__.partition(".")[0]).setLevel(logging.CRITICAL)  # it logs what it raises
     return store, str(path)
 
 

@@ -228,11 +228,11 @@ def test_a_store_that_goes_away_while_rows_are_read(start, tmp_path):
     try:
         fill()
         process = start(tmp_path / "far", *far, **where)
-        wait_for(process, "step 20/")
+        wait_for(process, "step     20/")
         server.send_signal(signal.SIGSTOP)
         time.sleep(5)
         server.send_signal(signal.SIGCONT)
-        step = process.log.read_text().count("\nstep ") + 20
+        step = process.log.read_text().count("  loss ") + 20
         wait_for(process, f"step {step:>6}/")
         server.kill()
         server.wait()
