@@ -21,6 +21,10 @@ class RunFailed(RuntimeError):
     """A run cannot go on, though its input is right. The message says why and what to do."""
 
 
+class StoreFailed(RunFailed):
+    """A store does not answer. What is asked of it may be right."""
+
+
 class Stopped(KeyboardInterrupt):
     """A run was stopped at once, by an impatient user."""
 

@@ -19,6 +19,7 @@ from gspmd_lm import versions
 from gspmd_lm.cli.calibrate import CALIBRATE
 from gspmd_lm.cli.completion import COMPLETION
 from gspmd_lm.cli.convert import CONVERT
+from gspmd_lm.cli.data import DATA
 from gspmd_lm.cli.errors import ERRORS
 from gspmd_lm.cli.eval import EVAL
 from gspmd_lm.cli.explain import COMPARE, EXPLAIN
@@ -36,7 +37,7 @@ from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, exit_co
 from gspmd_lm.runtime import endings
 
 _VERBS = (
-    *(TRAIN, TOKENIZE, LAUNCH, LOGS, EVAL, GENERATE, CONVERT),
+    *(TRAIN, DATA, TOKENIZE, LAUNCH, LOGS, EVAL, GENERATE, CONVERT),
     *(EXPLAIN, COMPARE, PLAN, CALIBRATE, ERRORS, EXPLORE, PLOT, KEYS, COMPLETION),
 )
 VERBS = {verb.name: verb for verb in _VERBS}

@@ -33,7 +33,7 @@ def _define(flags: Flags) -> None:
         "Go on with as many devices as there are, more or fewer than before: other rules are chosen if those of the "
         "run do not fit. Batches and losses stay the same. --devices then says how many to simulate.",
     )
-    flags.yes_no("dry_run", "Print every array and its bytes per device, then stop.")
+    flags.yes_no("dry_run", "Print every array and its bytes per device, look at the data, then stop.")
     flags.text("html", None, "With --dry_run: write a page with pictures of the mesh and of all arrays to this file.")
     flags.text(
         "show",
@@ -102,6 +102,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _show_dry_run(values: flags.FlagValues, begun: "Session", built: "Step", warnings: Sequence["Problem"]) -> None:
+    from gspmd_lm.data import overview
     from gspmd_lm.show import dry_run
 
     read = dry_run.read(begun.config, begun.rules, built.arrays)
@@ -109,9 +110,12 @@ def _show_dry_run(values: flags.FlagValues, begun: "Session", built: "Step", war
         dry_run.draw(read, [name.strip() for name in values.show.split(",")], begun.console)
     else:
         dry_run.show(read, begun.console)
+    about_data = overview.check(begun.config)
+    begun.say("\n".join(about_data))
     if values.html:
         command = outputs.command_line(sys.argv[1:])
-        outputs.write(values.html, dry_run.page(read, command, [str(warning) for warning in warnings]))
+        warned = [line.removeprefix("warning: ") for line in about_data if line.startswith("warning: ")]
+        outputs.write(values.html, dry_run.page(read, command, [*map(str, warnings), *warned]))
 
 
 def _executable(values: flags.FlagValues, built: "Step") -> Any:

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import secrets
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,10 +16,13 @@ from typing import Any
 
 from gspmd_lm import files
 from gspmd_lm.data import remote
-from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.errors import InputError, StoreFailed
+from gspmd_lm.units import human_duration
 
 MAKING = "making"  # the folder in one that is being made, with what is removed when it is complete
 _MOST_OPEN = 128  # files of one folder
+PATIENCE_S, PAUSE_S = 300.0, 2.0  # for how long, and how often, a store is asked again that has answered before
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +40,10 @@ class Folder:
     def _store(self) -> tuple[Any, str]:
         store, path = remote.open_store(self.address, self.place, use_listings_cache=False)
         return store, path.rstrip("/")
+
+    @functools.cached_property
+    def _patience(self) -> "_Patience":
+        return _Patience()
 
     @functools.cached_property
     def _files_kept_open(self) -> "_OpenFiles":
@@ -78,13 +87,22 @@ class Folder:
             return [by_name[name] for name in names]
 
     def read_spans(self, spans: Sequence[tuple[str, int, int]]) -> list[bytes]:
-        """The bytes from one position to before another of files: (name, start, stop). Fewer if a file ends before."""
+        """The bytes from one position to before another of files: (name, start, stop). Fewer if a file ends before.
+
+        Raises StoreFailed if a bucket does not answer for PATIENCE_S.
+        """
         if self.is_local:
             return [self._files_kept_open.read(self.path(name), start, stop) for name, start, stop in spans]
+        if not spans:
+            return []
         store, path = self._store
-        with self._naming(f"{spans[0][0]}, ..." if spans else ""):
-            names, starts, stops = zip(*spans, strict=True) if spans else ((), (), ())
-            return store.cat_ranges([f"{path}/{name}" for name in names], [*starts], [*stops], on_error="raise")
+        names, starts, stops = zip(*spans, strict=True)
+
+        def read() -> list[bytes]:
+            with self._naming(f"{names[0]}, ..."):
+                return store.cat_ranges([f"{path}/{name}" for name in names], [*starts], [*stops], on_error="raise")
+
+        return self._patience.ask(read)
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file in one move, in the place of one that may be there."""
@@ -155,10 +173,42 @@ class Folder:
             raise
         except Exception as error:  # stores have no common class of errors
             why = " ".join(str(error).split())
-            raise RunFailed(
+            raise StoreFailed(
                 f"{self.path(name)}: the store does not answer ({type(error).__name__}: {why})\n"
                 "  fix   log in, or see that the store can be reached, then start the same command: it goes on"
             ) from error
+
+
+class _Patience:
+    """Asks a store again that does not answer any more, from several threads."""
+
+    def __init__(self) -> None:
+        self._has_answered, self._failing_since = False, 0.0  # 0.0: it answers
+        self._lock = threading.Lock()
+
+    def ask(self, read: Callable[[], list[bytes]]) -> list[bytes]:
+        """What `read` gives. Raises StoreFailed if the store has never answered, or not for PATIENCE_S."""
+        while True:
+            try:
+                found = read()
+            except StoreFailed as error:
+                if not self._has_answered or self._count_failure(error) > PATIENCE_S:
+                    raise
+                time.sleep(PAUSE_S)
+            else:
+                self._has_answered, self._failing_since = True, 0.0
+                return found
+
+    def _count_failure(self, error: StoreFailed) -> float:
+        """For how many seconds the store has not answered. It is said when that begins."""
+        now = time.monotonic()
+        with self._lock:
+            is_first, since = not self._failing_since, self._failing_since or now
+            self._failing_since = since
+        if is_first:
+            what = str(error).partition("\n")[0]
+            _log.warning("%s; it is asked again for up to %s", what, human_duration(PATIENCE_S))
+        return now - since
 
 
 class _OpenFiles:

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class Loader:
     classes: tuple[str, ...] = ()  # the labels of labelled texts; the place of one is its number in `labels`
     token_masks: packing.Masks | None = None  # they are put among the tokens of rows
     padded_batch: int = 0  # rows of a batch with those of padding that follow the others in each; 0 means batch
+    tokens: int = 0  # in all rows; 0 for images and sounds
 
     @property
     def epochs_per_step(self) -> float:
@@ -119,9 +120,7 @@ class Loader:
         that its own devices hold. Without `repeat` the pairs end after one epoch at the latest. A caller that leaves
         early must close the generator. An error in the thread is raised here.
         """
-        empty = self.rows_at(0, slice(0))
-        rows = self.padded_batch or self.batch
-        shapes = {name: (rows, *empty[name].shape[1:]) for name in shardings}
+        shapes = self._shapes(shardings)
         local_rows = _local_rows(shardings, shapes)
         stop = sys.maxsize if stop_step is None else stop_step
         if not self.repeat:
@@ -131,10 +130,23 @@ class Loader:
             parts = {name: functools.partial(_part, local[name], local_rows) for name in shardings}
             return {name: jax.make_array_from_callback(shapes[name], shardings[name], parts[name]) for name in parts}
 
+        return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place, self.read_threads)
+
+    def local_rows(self, shardings: Mapping[str, jax.sharding.Sharding]) -> np.ndarray:
+        """The rows of each batch that this process reads, ascending."""
+        return _local_rows(shardings, self._shapes(shardings))
+
+    def _shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """The shapes of some arrays of a whole batch."""
+        empty = self.rows_at(0, slice(0))
+        return {name: (self.padded_batch or self.batch, *empty[name].shape[1:]) for name in names}
+
+    @property
+    def read_threads(self) -> int:
+        """How many batches are read at once."""
         parts = self.rows.parts if isinstance(self.rows, packing.Joined) else [self.rows]
         is_far = any(not isinstance(part, media.Rows) and part.stream.is_far for part in parts)
-        threads = _FAR_READS if is_far else 1
-        return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place, threads)
+        return _FAR_READS if is_far else 1
 
 
 def ahead(
@@ -169,7 +181,7 @@ def open_loaders(
     data, masked = config.data, config.objective in ("masked", "replaced")
     if found := objects.open_media(config, progress, known):
         return _media_loaders(config, found)
-    _check_objective(config)
+    check_objective(config)
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
@@ -233,6 +245,7 @@ def open_loaders(
         rows = packing.Joined([rows for rows, _ in counted]) if shares else counted[0][0]
         cut, size = sum(one[1] for one in counted), sum(len(split.stream) for split in splits)
         targets = size - sum(split.ends for split in splits)
+        size -= labelled.LABEL_WORDS * len(rows) * isinstance(tokens, labelled.Labelled)
         about, more = f"{len(rows):,} rows, ", []
         if isinstance(tokens, chat.Chat):
             about += f"{size:,} tokens, {targets:,} of them the assistant's"
@@ -241,7 +254,7 @@ def open_loaders(
             about += f"{size:,} tokens, {targets:,} of them of texts"
             about += f", {cut:,} pairs of which something was cut" * (cut > 0)
         elif isinstance(tokens, labelled.Labelled):
-            about += f"{size - labelled.LABEL_WORDS * len(rows):,} tokens"
+            about += f"{size:,} tokens"
             about += f", {cut:,} rows with texts cut to {data.seq:,} tokens" * (cut > 0)
             more = [labelled.about_classes(tokens.classes)] if training and tokens.classes else []
         else:
@@ -271,6 +284,7 @@ def open_loaders(
             tokenizer=made,
             classes=tokens.classes if isinstance(tokens, labelled.Labelled) else (),
             token_masks=dataclasses.replace(all_masks, seed=seed) if all_masks else None,
+            tokens=size,
         )
 
     train = loader_of("training", opened.train)
@@ -299,7 +313,7 @@ def _media_loaders(config: Config, found: media.Opened) -> tuple[Loader, Loader 
     return train, loader_of("evaluation", found.held_out, 0) if found.held_out else None
 
 
-def _check_objective(config: Config) -> None:
+def check_objective(config: Config) -> None:
     """Raises InputError if the data names no records, and the objective needs some."""
     data, objective = config.data, config.objective
     if objective == "seq2seq" and not data.fields and sources.random_rows(data.source) is None:
@@ -353,6 +367,7 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
             + (f"-{config.source_seq}" if seq2seq else "")
             + (f"-{config.objective} {data.masked_share}" if masked else ""),
             token_masks=packing.Masks(mask, vocab, (), data.masked_share, seed) if masked else None,
+            tokens=count * (config.source_seq + data.seq if seq2seq else data.seq + 1),
         )
 
     return split_loader(True), split_loader(False) if data.held_out_share else None

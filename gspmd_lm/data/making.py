@@ -75,6 +75,7 @@ class _Made:
     ends: int = 0  # of documents, and of those that are spelled in them
     stops: array.array = dataclasses.field(default_factory=lambda: array.array("Q"))  # where documents end
     is_open: bool = False  # whether a text is begun, whose next sections are to come
+    resumes: bool = False  # whether the unit begins within a text, of which it has had no section yet
 
     def add(self, ids: Sequence[int] | np.ndarray, dtype: np.dtype) -> None:
         self.arrays.append(np.asarray(ids).astype(dtype))
@@ -233,6 +234,9 @@ class _Work:
         versions = [file.current_version() for file in unit.files]
         part = SourcePart(unit.split, unit.files)
         for batch, done_bytes in read_ahead(batches(self.source.read(part), unit.size_bytes)):
+            if not counts["documents"] and batch and isinstance(first := batch[0][0], Section):
+                for one in made.values():
+                    one.resumes = first.resumes
             texts = [split_texts(document, self.encoder) for document, _ in batch]
             encoded = iter(encode_documents(self.encoder, [text for each in texts for text in each]))
             for (document, hashed), each in zip(batch, texts, strict=True):
@@ -266,14 +270,15 @@ class _Work:
         """Adds the tokens of a record, or of a section of a text. A text that begins gets its first tokens."""
         if isinstance(self.encoder, Tokenizer):
             made.ends += int(np.count_nonzero(ids == self.encoder.end))
-            if not made.is_open:
+            if not made.is_open and not made.resumes:
                 made.add(self.encoder.before, self.dtype)
-            made.is_open = True
+            made.is_open, made.resumes = True, False
         made.add(ids, self.dtype)
 
     def _end(self, made: Mapping[str, _Made]) -> None:
         """Ends a text in each split that has sections of it."""
         for one in made.values():
+            one.resumes = False
             if one.is_open:
                 assert isinstance(self.encoder, Tokenizer)
                 one.add([*self.encoder.after, self.encoder.end], self.dtype)
@@ -286,6 +291,8 @@ class _Work:
         stream, ends, cut = np.concatenate(made.blocks), made.ends, 0
         made.blocks.clear()
         if isinstance(self.encoder, Tokenizer):
+            if made.is_open:  # a text that goes on in the next unit
+                made.stops.append(made.length)
             stops = np.frombuffer(made.stops, np.uint64).astype(np.int64)
             sizes = np.stack([np.diff(stops, prepend=0), np.zeros_like(stops)], axis=1)
         else:

@@ -38,7 +38,8 @@ UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 class Section(bytes):
     """A section of a text file."""
 
-    goes_on = False  # whether the next one is of the same text
+    goes_on = False  # whether the next one is of the same text, in this span of the file or in a later one
+    resumes = False  # whether it is the first of a span, and its text begins in an earlier one
     may_spell_end = False  # whether the end of a text may be spelled in it: in .txt files, as <|endoftext|>
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -56,21 +57,27 @@ class RemoteFile:
         return cache_folder("copies") / self.version / Path(self.name).name
 
     @contextlib.contextmanager
-    def part(self, start: int, stop: int | None) -> Iterator[Path]:
-        """A context with a copy of the file, or of the lines that begin between two positions, which ends with it."""
+    def part(self, span: formats.Span | None) -> Iterator[Path]:
+        """A context with a copy of the file, or of a span of it, which ends with the context."""
         folder = cache_folder("copies")
         folder.mkdir(parents=True, exist_ok=True)
         files.trim(folder.glob(f"*{files.PARTIAL}"), sys.maxsize)  # what killed processes left
         with tempfile.TemporaryDirectory(suffix=files.PARTIAL, dir=folder) as made:
             path = Path(made, Path(self.name).name)
             with _naming(f"{self.place}: {self.address}"):
-                if stop is None:
+                if span is None:
                     self.store.get_file(self.name, str(path))
                 else:
-                    with self.store.open(self.name, "rb", cache_type="readahead") as file:
-                        begin, end = readers.lines_between(file, start, stop)
-                    path.write_bytes(self.store.cat_file(self.name, begin, end))
+                    path.write_bytes(self.store.cat_file(self.name, *span))
             yield path
+
+    def whole_lines(self, span: formats.Span) -> formats.Span:
+        """From the first of the lines that begin in a span of the file to behind the last of them."""
+        with (
+            _naming(f"{self.place}: {self.address}"),
+            self.store.open(self.name, "rb", cache_type="readahead") as file,
+        ):
+            return readers.lines_between(file, *span)
 
 
 def open_store(address: str, place: str, **options: Any) -> tuple[Any, str]:
@@ -88,6 +95,7 @@ def open_store(address: str, place: str, **options: Any) -> tuple[Any, str]:
         raise InputError(f"{place}: {address}: {error}\n  fix   give gs://, s3://, hf:// or a local path") from error
     except Exception as error:  # of any of these packages; they have no common class
         raise _refusal(f"{place}: {address}", error) from error
+    logging.getLogger(type(store).__module__.partition(".")[0]).setLevel(logging.CRITICAL)  # it logs what it raises
     return store, str(path)
 
 

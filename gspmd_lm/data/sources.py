@@ -11,7 +11,7 @@ from typing import Any
 
 from gspmd_lm.config import Data
 from gspmd_lm.config import data as config_data
-from gspmd_lm.data import corpus, formats
+from gspmd_lm.data import corpus, formats, readers
 from gspmd_lm.data.remote import Progress, RemoteFile
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import sum_of
@@ -40,6 +40,11 @@ class SourceFile:
         """The path or the address, for the user."""
         return self.far.address if self.far else str(self.path)
 
+    @property
+    def whole_bytes(self) -> int:
+        """The size of the whole file."""
+        return self.far.size_bytes if self.far else self.path.stat().st_size
+
     def spans(self, most_bytes: int) -> list["SourceFile"]:
         """The file in parts of so many bytes, where it can be read in parts."""
         if self.size_bytes <= most_bytes:
@@ -50,7 +55,7 @@ class SourceFile:
             with self.path.open("rb") as file:
                 start = file.read(4)
         return [
-            dataclasses.replace(self, span=span, size_bytes=span[1] - span[0] if span else self.size_bytes)
+            dataclasses.replace(self, span=span, size_bytes=span[1] - span[0]) if span else self
             for span in formats.spans(self.path, start, self.size_bytes, most_bytes)
         ]
 
@@ -58,16 +63,25 @@ class SourceFile:
         """Another one if a file on this machine is changed."""
         return self.version if self.far else file_version(self.path)
 
+    def whole_lines(self) -> formats.Span | None:
+        """From the first of the lines that begin in the span to behind the last of them; None for the whole file."""
+        if not self.span:
+            return None
+        if self.far:
+            return self.far.whole_lines(self.span)
+        with self.path.open("rb") as file:
+            return readers.lines_between(file, *self.span)
+
     @contextlib.contextmanager
-    def local(self) -> Iterator[tuple[Path, formats.Span | None]]:
-        """A context with a path at which the file can be read, and the span to read of what is there.
+    def local(self, lines: formats.Span | None) -> Iterator[tuple[Path, formats.Span | None]]:
+        """A context with a path at which the file can be read, and the span to read of what is there, for some lines.
 
         Errors about that path name the address of a file in a store.
         """
         if not self.far:
-            yield self.path, self.span
+            yield self.path, lines
             return
-        with self.far.part(*(self.span or (0, None))) as path:
+        with self.far.part(lines) as path:
             try:
                 yield path, None
             except InputError as error:
@@ -154,7 +168,8 @@ class DocumentSource:
             before_bytes += file.size_bytes
 
     def _of(self, file: SourceFile) -> Iterator[bytes]:
-        with file.local() as (path, span):
+        lines = file.whole_lines()
+        with file.local(lines) as (path, span):
             if (
                 self.notes_of_read
                 and not span
@@ -162,7 +177,8 @@ class DocumentSource:
             ):
                 return
             if self.of_record is None:
-                yield from formats.texts(path, file.field, span)
+                texts = formats.texts(path, file.field, span)
+                yield from _mark_cuts(texts, lines, file.whole_bytes) if lines else texts
             else:
                 for place, record in formats.records(path, self.columns, span):
                     yield self.of_record(record, place, file.field)
@@ -230,6 +246,21 @@ def open_source(
         columns,
         None if hashed else corpus.FileNotes(),
     )
+
+
+def _mark_cuts(texts: Iterator[bytes], lines: formats.Span, whole_bytes: int) -> Iterator[bytes]:
+    """The documents in some lines of a file, of which the first and the last know what is cut there of a text."""
+    before = next(texts, None)
+    if isinstance(before, readers.Section):
+        before.resumes = lines[0] > 0
+    for text in texts:
+        assert before is not None
+        yield before
+        before = text
+    if isinstance(before, readers.Section):
+        before.goes_on = lines[1] < whole_bytes
+    if before is not None:
+        yield before
 
 
 def random_rows(source: object) -> int | None:

@@ -25,7 +25,7 @@ from gspmd_lm.data.sources import file_version
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 
-FORMAT = 4  # to be raised when the same source and tokenizer give other files
+FORMAT = 5  # to be raised when the same source and tokenizer give other files
 MANIFEST = "tokens.json"
 SOURCE = "source.json"  # the files of this machine of which the tokens were made, and what tells of changes
 HELD_OUT = "held_out"

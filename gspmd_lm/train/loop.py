@@ -18,12 +18,12 @@ from gspmd_lm.data import trained
 from gspmd_lm.data.ahead import AheadLoader
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.loader import Loader
-from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.errors import InputError, RunFailed, StoreFailed
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.endings import StopSignal
 from gspmd_lm.runtime.preemption import Agreement
 from gspmd_lm.runtime.watchdog import Watchdog
-from gspmd_lm.train import init_from, progress, saving
+from gspmd_lm.train import init_from, progress, reading, saving
 from gspmd_lm.train.init_from import InitFrom
 from gspmd_lm.train.programs import PreRunReport, TrainPrograms
 from gspmd_lm.train.saving import Best, SkippedSteps
@@ -274,6 +274,7 @@ class _Training:
             self._counting_time(),
             progress.profile_steps(run.profile, start, self.stop, run.workdir / "profile", self.say) as trace,
         ):
+            self._say_reading()
             if chosen and "best" in chosen.extra and self._is_scheduled(start) and self.best.evaluated != start:
                 # The run was asked to stop at this step, and saved it without evaluating it.
                 self._evaluate()
@@ -281,19 +282,21 @@ class _Training:
             if not chosen and processes.several():  # where saving fails, it fails before anything was computed
                 self._save()
             try:
-                for at, batch in self._waiting(() if self._ends_early else batches):
+                for at, batch in self.meter.waiting(() if self._ends_early else batches, self.wall_time):
                     self._trace(trace, at)
                     self.state, values = self.program(self.state, batch)
+                    self.meter.device.follow(values)
                     self.done = at + 1
                     ends = self._after_step(values)
                     self.watchdog.beat(self.done)
                     if ends:
                         break
-            except InputError:  # a row that cannot be read, such as an image that ends early
+            except (InputError, StoreFailed) as error:  # a row that cannot be read, such as an image that ends early
                 if not processes.several() and self.done > self.start:  # no other process waits for that row
                     self._save_if_due(True, False, self.best)
                     self.checkpoints.wait()
-                    self.say(f"saved step {self.done}; once that row is mended, the same command goes on from there")
+                    when = "when the store answers" if isinstance(error, StoreFailed) else "once that row is mended"
+                    self.say(f"saved step {self.done}; {when}, the same command goes on from there")
                 raise
             self._trace(trace, None)
             with self.wall_time.spending("saves"):
@@ -318,19 +321,19 @@ class _Training:
         if self.done > self.start:
             self.log.write(self.done, self.wall_time.totals())
 
+    def _say_reading(self) -> None:
+        """Says what the steps read, and what the source can deliver, which some rows are read for."""
+        rows, report = self.run.rows[0], self.run.programs.report
+        if self.is_main and isinstance(rows, Loader):
+            step_time = reading.step_time(report and report.step_time_s, self.log.wall_s, self.start)
+            span, count = (self.start, self.stop), self.run.machine.process_count
+            with self.wall_time.spending("start"):
+                self.say(reading.describe(rows, self.run.step.batch_shardings, span, step_time, count))
+            self.meter.begin()
+
     def _count_hang(self, kind: str, seconds: float) -> None:
         self.wall_time.count_hang(kind, seconds)
         self.log.write(self.done, self.wall_time.totals())
-
-    def _waiting(self, batches: Any) -> Iterator[Any]:
-        """The batches. The time spent waiting for them is counted, also as that of the steps since the last log."""
-        batches = self.meter.waiting(batches)
-        while True:
-            with self.wall_time.spending("data"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
 
     @property
     def _ends_early(self) -> bool:

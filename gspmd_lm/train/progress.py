@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapse
 from gspmd_lm import files
 from gspmd_lm.train.programs import MeasuredStep
 from gspmd_lm.units import human_clock, human_short
+from gspmd_lm.workdir.wall_time import WallTime
 
 SHORT = {"tokens": "tok", "rows": "rows"}  # the unit of a speed -> its abbreviation
 XPLANE = ".xplane.pb"  # the end of the name of a profiler's file with all events
 HEADED = 20  # a heading stands above every so many lines
+WAITING, WAITING_S = 0.1, 0.005  # a step that waits for data for such a share of its time, and so long, says so
 # Heading, width, and how a value is shown. A line has 80 columns at most: docs/monitoring.md explains the columns.
 _COLUMNS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
     ("|grad|", 7, "gradient_norm", lambda value: _digits(value, 4)),
@@ -89,6 +92,7 @@ class Meter:
         self.first_step_s: float | None = None  # from the beginning until the first step had ended
         self.per_s: float | None = None  # tokens or rows, in the last interval
         self.intervals: list[tuple[int, float, float]] = []  # the last step of each, and seconds of a step and its wait
+        self.device = _Device()
         self.begin()
 
     def begin(self) -> None:
@@ -107,13 +111,17 @@ class Meter:
         yield
         self.once_s += time.perf_counter() - before
 
-    def waiting(self, batches: Any) -> Any:
-        """The batches. The time spent waiting for them is recorded."""
+    def waiting(self, batches: Iterable[Any], wall_time: WallTime) -> Iterator[Any]:
+        """The batches. Recorded, and counted as `data`, is how long the devices had nothing to do until each came."""
         batches = iter(batches)
         while True:
-            before = time.perf_counter()
-            batch = next(batches, None)
-            self.wait_s += time.perf_counter() - before
+            began = time.perf_counter()
+            with wall_time.spending("data"):
+                batch = next(batches, None)
+            waited_s = time.perf_counter() - began
+            idle_s = min(waited_s, self.device.idle_s(began))
+            wall_time.move("data", "steps", waited_s - idle_s)
+            self.wait_s += idle_s
             if batch is None:
                 return
             yield batch
@@ -162,6 +170,33 @@ class Meter:
             return None
         taken_s = time.perf_counter() - self.began - self.first_step_s - self.once_s
         return taken_s / steps * (self.stop - step)
+
+
+class _Device:
+    """Knows until when the devices were at work on what was dispatched last.
+
+    A step is dispatched while earlier ones run, so a wait for its rows costs nothing as long as these are not done.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._end = ThreadPoolExecutor(1), None
+
+    def follow(self, values: Any) -> None:
+        """From now on, the end of the step whose results these are counts."""
+        self._end = self._thread.submit(_time_of, values)
+
+    def idle_s(self, began: float) -> float:
+        """For how many seconds since `began` there was nothing to do."""
+        now, end = time.perf_counter(), self._end
+        if end is None:
+            return now - began
+        return now - max(began, end.result()) if end.done() and not end.exception() else 0.0
+
+
+def _time_of(values: Any) -> float:
+    """The time at which values are computed."""
+    jax.block_until_ready(values)
+    return time.perf_counter()
 
 
 class Shown:
@@ -227,9 +262,19 @@ def heading(stop: int, mfu: bool, unit: str = "tokens") -> str:
 
 
 def line(step: int, stop: int, values: Mapping[str, float], mfu: bool, unit: str = "tokens") -> str:
-    """The line of a step: at most 80 columns. A dash stands for what is not known, as no speed is at the first step."""
+    """The line of a step: at most 80 columns. A dash stands for what is not known, as no speed is at the first step.
+
+    Behind them stands the share of the time in which the devices waited for data, if it is large.
+    """
     cells = [f"{show(values[key]) if key in values else '-':>{width}}" for _, width, key, show in _columns(mfu, unit)]
-    return _step(step, stop, values["loss"]) + "".join(cells)
+    return _step(step, stop, values["loss"]) + "".join(cells) + waiting(values)
+
+
+def waiting(values: Mapping[str, float]) -> str:
+    """'  31% waiting for data', if steps did so for a share of their time that should be known; '' if not."""
+    waited_s, step_time_s = values.get("data_wait_s", 0.0), values.get("step_time_s", 1.0)
+    is_long = waited_s >= max(WAITING_S, WAITING * step_time_s)
+    return f"  {waited_s / step_time_s:.0%} waiting for data" if is_long else ""
 
 
 def scores(values: Mapping[str, float]) -> str:

@@ -11,7 +11,7 @@ KINDS = {
     "compile": "waiting for programs to be compiled",
     "restore": "making the first state, or reading it from a checkpoint",
     "steps": "steps whose result was kept",
-    "data": "waiting for rows",
+    "data": "waiting for rows, with nothing left to compute",
     "evaluation": "scoring held-out rows, and writing samples",
     "saves": "standing still while a checkpoint is written",
     "hangs": "steps that took 10 times as long as usual, and whatever took so long that it ended the run",
@@ -46,10 +46,14 @@ class WallTime:
 
     def count_hang(self, kind: str, seconds: float) -> None:
         """Counts seconds as those of a hang that were, or are being, counted for `kind`."""
+        self.move(kind, "hangs", seconds)
+
+    def move(self, kind: str, other: str, seconds: float) -> None:
+        """Counts seconds for another kind than `kind`, for which they were, or are being, counted."""
         self.begin(self._kind)
         seconds = min(seconds, self.seconds[kind])
         self.seconds[kind] -= seconds
-        self.seconds["hangs"] += seconds
+        self.seconds[other] += seconds
 
     @contextlib.contextmanager
     def spending(self, kind: str) -> Iterator[None]:

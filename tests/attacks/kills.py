@@ -1,6 +1,7 @@
 """Kills runs at random moments, starts them again, and compares what they leave with a run that nobody disturbed.
 
     python -m tests.attacks.kills --kind=train --kills=80         # training and saving
+    python -m tests.attacks.kills --kind=shards --kills=20        # training on shards of tokens
     python -m tests.attacks.kills --kind=tokens --kills=40        # while a corpus is tokenized
     python -m tests.attacks.kills --kind=compile --kills=40       # while programs are compiled and kept
     python -m tests.attacks.kills --kind=convert --kills=40       # while a Hugging Face folder is converted, both ways
@@ -87,6 +88,26 @@ class Train(Kind):
         return "training" if folder.is_dir() else "starting"
 
 
+class Shards(Train):
+    """Two folders of tokens, of documents of random lengths, of which 600 steps read about a tenth."""
+
+    def prepare(self):
+        super().prepare()
+        draw = random.Random(0)
+        for name in "ab":
+            text = self.shared / f"{name}.jsonl"
+            if not text.exists():
+                lines = (json.dumps({"text": "".join(draw.choices("abcdefgh ", k=draw.randint(1, 90)))}) + "\n"
+                         for _ in range(9000))  # fmt: skip
+                text.write_text("".join(lines))
+            finished(["tokenize", f"--set=data.source={text}", f"--out={self.shared / name}"], self.shared,
+                     self.shared / "log.txt")  # fmt: skip
+
+    def command(self, trial):
+        source = f"--set=data.source=[{self.shared / 'a'}, {self.shared / 'b'}]"
+        return [*super().command(trial), source, "--set=model.vocab=0", "--set=data.packing=documents"]
+
+
 class Tokens(Kind):
     """A tokenizer of 512 tokens on 40 MB, in segments of 256 kB, so that progress is noted 160 times."""
 
@@ -169,7 +190,7 @@ class Convert(Kind):
         return digest(trial / "run") | digest(trial / "out")
 
 
-KINDS = {"train": Train, "tokens": Tokens, "compile": Compile, "convert": Convert}
+KINDS = {"train": Train, "shards": Shards, "tokens": Tokens, "compile": Compile, "convert": Convert}
 
 
 def chain(kind, name, folder, record, draw, wanted):

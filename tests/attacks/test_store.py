@@ -15,7 +15,9 @@ import urllib.request
 
 import pytest
 
-from gspmd_lm.errors import STOPPED, WRONG_INPUT
+from gspmd_lm import config as configs
+from gspmd_lm.data.tokenize import tokenize
+from gspmd_lm.errors import FAILED, STOPPED, WRONG_INPUT
 from gspmd_lm.launch.local import free_port
 from tests.attacks import bucket
 from tests.attacks.runs import RANDOM, SMALL
@@ -29,20 +31,28 @@ pytestmark = [
 # Locks whose holder is silent after 6 seconds instead of a minute.
 QUICK = """
 from gspmd_lm import cli
+from gspmd_lm.data import folders
 from gspmd_lm.workdir import lock
+folders.PATIENCE_S = 3.0
 lock.BEAT_S, lock.AGED_S, lock.STALE_S, lock.WAIT_S = 1.0, 3.0, 6.0, 6.0
 cli.main()
 """
+
+
+def serve(port):
+    """The emulator."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.attacks.bucket", str(port)], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    time.sleep(3)
+    return server
 
 
 @pytest.fixture(scope="module")
 def store():
     """The environment of processes that use the emulator."""
     port = free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.attacks.bucket", str(port)], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
-    time.sleep(3)
+    server = serve(port)
     yield os.environ | bucket.environment(port)
     server.kill()
     server.wait()
@@ -53,13 +63,13 @@ def start(store, tmp_path):
     """Starts a run in a folder of the bucket, or anywhere."""
     started = []
 
-    def start(workdir, *flags):
+    def start(workdir, *flags, **environment):
         arguments = [*SMALL, *RANDOM, "--rules=none", f"--workdir={workdir}", *flags]
         log = tmp_path / f"log{len(started)}"
         with log.open("w") as out:
             process = subprocess.Popen(
                 [sys.executable, "-c", QUICK, *arguments], cwd=ROOT, stdout=out, stderr=out,
-                env=store | {"GSPMD_LM_CACHE": str(tmp_path / "cache")},
+                env=store | {"GSPMD_LM_CACHE": str(tmp_path / "cache")} | environment,
             )  # fmt: skip
         process.log = log
         started.append(process)
@@ -196,3 +206,47 @@ def test_a_trace_comes_into_the_bucket(start, objects):
     output = finish(start("gs://bucket/traced", "--steps=4", "--set=train.steps=4", "--profile=1:2"))
     assert "trace of steps 1 to 2: gs://bucket/traced/profile" in output and "step 4/4" in output
     assert objects.glob("bucket/traced/profile/plugins/profile/*/*.xplane.pb")
+
+
+def test_a_store_that_goes_away_while_rows_are_read(start, tmp_path):
+    """For a moment, and for good: then the run is saved, and goes on when the store is back."""
+    import gcsfs.core
+
+    port = free_port()
+    server, where = serve(port), bucket.environment(port)
+    source = tmp_path / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": f"{n} texts " * (1 + n % 30)}) + "\n" for n in range(1500)))
+    tokenize(configs.load("tiny", [f"data.source={source}"]), str(tmp_path / "tokens"))
+
+    def fill():
+        there = gcsfs.core.GCSFileSystem(token="anon", endpoint_url=where["STORAGE_EMULATOR_HOST"])
+        for path in (tmp_path / "tokens").iterdir():
+            there.pipe_file(f"bucket/tokens/{path.name}", path.read_bytes())
+
+    flags = "--set=model.vocab=0", "--set=train.steps=100000"
+    far = "--set=data.source=gs://bucket/tokens", *flags
+    try:
+        fill()
+        process = start(tmp_path / "far", *far, **where)
+        wait_for(process, "step     20/")
+        server.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        server.send_signal(signal.SIGCONT)
+        step = process.log.read_text().count("  loss ") + 20
+        wait_for(process, f"step {step:>6}/")
+        server.kill()
+        server.wait()
+        said = finish(process, FAILED)
+        assert "the store does not answer" in said and "it is asked again for up to 3 s" in said
+        saved = int(said.split("\nsaved step ")[1].split(";")[0])
+        assert saved >= step and f"saved step {saved}; when the store answers, the same command goes on" in said
+        server = serve(port)
+        fill()
+        said = finish(start(tmp_path / "far", *far, f"--steps={saved + 5}", **where))
+        assert f"restored step {saved} of" in said
+    finally:
+        server.kill()
+        server.wait()
+    finish(start(tmp_path / "near", f"--set=data.source={tmp_path / 'tokens'}", *flags, f"--steps={saved + 5}"))
+    far, near = (losses((tmp_path / name / "metrics.jsonl").read_text()) for name in ("far", "near"))
+    assert far == near and len(near) == saved + 5

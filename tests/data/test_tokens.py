@@ -9,13 +9,14 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+import tokenizers
 
 from gspmd_lm import config
 from gspmd_lm.config import nest
 from gspmd_lm.data import folders, loader, making, readers, shards, tokens, trained
 from gspmd_lm.data.folders import Folder
 from gspmd_lm.data.tokenize import tokenize
-from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.errors import InputError, StoreFailed
 from tests.data import conversations
 
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 1024}
@@ -114,25 +115,46 @@ def test_rows_of_records_do_not_depend_on_where_shards_end(records, kind, monkey
     assert _equal(whole, _rows("made", held_out=0, **settings))
 
 
-def test_a_source_in_parts_has_the_same_documents(monkeypatch, folder):
-    """Of files that are read in parts: a part has the lines that begin in it."""
-    (folder / "b.txt").write_text("".join(f"line {i} of a book\n" for i in range(3000)))
+def _stream(path):
+    """The tokens to train on of a folder, and in how many shards they are."""
+    made = Folder(path)
+    manifest = tokens.read_manifest(made)
+    assert manifest
+    return np.asarray(tokens.open_folder(made, manifest).train[0].stream), len(manifest["splits"][0]["shards"])
+
+
+def _framing(folder):
+    """A tokenizer whose texts begin with <s>, have <|end|> behind them, and end with </s>; and these three ids."""
+    made = tokenizers.Tokenizer.from_file(str(conversations.write_tokenizer(folder, None) / "tokenizer.json"))
+    ids = {name: made.token_to_id(name) for name in ("<s>", "<|end|>", "</s>")}
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A <|end|>", special_tokens=[*ids.items()]
+    )
+    made.save(str(folder / "tokenizer.json"))
+    return {"tokenizer": str(folder)}, [*ids.values()]
+
+
+def test_a_source_in_parts_has_the_same_documents(monkeypatch, folder, bucket):
+    """Of files that are read in parts: a part has the lines that begin in it, and cuts no text in two."""
+    book = "".join(f"line {i} of a book\n" for i in range(3000))
+    (folder / "b.txt").write_text(book)
+    (folder / "c.txt").write_text(f"short\n{'w' * 20_000} words\n{book}")  # a line with several parts
+    for name in "bc":
+        bucket.put_file(f"{name}.txt", f"/texts/{name}.txt")
+    named, frame = _framing(folder / "framing")
     monkeypatch.setattr(readers, "SECTION_BYTES", 500)
-    for source in ("a.jsonl", "b.txt"):
-        _make(source, f"whole {source}", held_out=0)
-        monkeypatch.setattr(making, "UNIT_BYTES", 7001)
-        _make(source, f"parts {source}", held_out=0)
-        monkeypatch.undo()
-        monkeypatch.chdir(folder)
-        monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "cache"))
-        streams = []
-        for name in ("whole", "parts"):
-            made = Folder(f"{name} {source}")
-            manifest = tokens.read_manifest(made)
-            assert manifest and (len(manifest["splits"][0]["shards"]) > 5) == (name == "parts")
-            stream = np.asarray(tokens.open_folder(made, manifest).train[0].stream)
-            streams.append(stream if source == "a.jsonl" else stream[stream != 256])
-        assert (streams[0] == streams[1]).all() and len(streams[0]) > 50_000
+    streams = {}
+    for number, source in enumerate(("a.jsonl", "b.txt", "[bc].txt", "memory://texts")):
+        for name, most_bytes in (("whole", 1 << 30), ("parts", 7001)):
+            monkeypatch.setattr(making, "UNIT_BYTES", most_bytes)
+            _make(source, f"{name} {number}", held_out=0, **(named if number > 1 else {}))
+            streams[name, source], count = _stream(f"{name} {number}")
+            assert (count > 5) == (name == "parts")
+        assert (streams["whole", source] == streams["parts", source]).all() and len(streams["whole", source]) > 50_000
+    both = streams["parts", "[bc].txt"]
+    assert (both == streams["parts", "memory://texts"]).all() and [(both == i).sum() for i in frame] == [2, 2, 2]
+    _make("b.txt", "apart", held_out=0.2, **named)
+    assert [(_stream("apart")[0] == i).sum() for i in frame] == [1, 1, 1], "a text with parts held out is still one"
 
 
 def test_each_process_reads_its_share_and_nothing_else(monkeypatch):
@@ -195,16 +217,31 @@ def test_buckets(bucket, folder, monkeypatch):
         _rows("memory://made")
 
 
-def test_a_store_that_does_not_answer(bucket, monkeypatch):
+def test_a_store_that_does_not_answer(bucket, monkeypatch, caplog):
     _make(out="memory://made")
     opened, _ = loader.open_loaders(_config("memory://made"))
 
     def fail(*_, **__):
         raise TimeoutError("the store is silent")
 
+    answer, silent = type(bucket).cat_file, []
+    refused = r"memory://made/train-00000\.npy, \.\.\.: the store does not answer.*silent"
+    monkeypatch.setattr(folders, "PAUSE_S", 0.01)
     monkeypatch.setattr(type(bucket), "cat_file", fail)
-    with pytest.raises(RunFailed, match=r"memory://made/train-00000\.npy, \.\.\.: the store does not answer.*silent"):
+    with pytest.raises(StoreFailed, match=refused):  # at once: it has never answered
         opened.rows_at(0, slice(None))
+    monkeypatch.setattr(
+        type(bucket), "cat_file", lambda *given, **more: (fail if silent.pop() else answer)(*given, **more)
+    )
+    for count in (0, 3, 2):  # so many answers are missing, and then it answers
+        silent[:] = [False] * 100 + [True] * count
+        assert _equal([opened.rows_at(1, slice(None))], _rows("memory://made", [1])) and len(silent) < 100
+    assert caplog.text.count("the store does not answer") == 2 == caplog.text.count("asked again for up to 5.0 min")
+    monkeypatch.setattr(folders, "PATIENCE_S", 0.05)
+    silent[:] = [True] * 10_000
+    with pytest.raises(StoreFailed, match=refused):
+        opened.rows_at(2, slice(None))
+    assert 2 < 10_000 - len(silent) < 10_000
 
 
 def test_a_claim_in_a_bucket_is_taken_over_when_it_is_silent(bucket, monkeypatch):

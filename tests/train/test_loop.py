@@ -20,7 +20,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import files, versions
 from gspmd_lm.config import with_values
 from gspmd_lm.data.loader import Loader
-from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.errors import InputError, RunFailed, StoreFailed
 from gspmd_lm.model.decoder import Decoder
 from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
@@ -224,20 +224,25 @@ def test_a_run_that_diverges_at_once_loses_nothing(run, straight, tmp_path):
 
 
 def test_a_row_that_cannot_be_read_loses_no_steps(run, straight, tmp_path, monkeypatch):
+    """Be it damaged, or be its store silent."""
     read = Loader.rows_at
+    for broken_step, error, then in (
+        (5, StoreFailed("gs://a: does not answer"), "when the store answers"),
+        (7, InputError("a.jpg: cannot be read as an image"), "once that row is mended"),
+    ):
 
-    def broken(self, step, rows):
-        if step == 7 and self.repeat:
-            raise InputError("a.jpg: cannot be read as an image")
-        return read(self, step, rows)
+        def broken(self, step, rows, at=broken_step, error=error):
+            if step == at and self.repeat:
+                raise error
+            return read(self, step, rows)
 
-    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"^a\.jpg: cannot be read"):
-        patch.setattr(Loader, "rows_at", broken)
-        stopped = run(tmp_path)
-        stopped.train(12)
-    assert (
-        "saved step 7; once that row is mended, the same command goes on from there" in stopped.console.file.getvalue()
-    )
+        with monkeypatch.context() as patch, pytest.raises(type(error), match=f"^{error}"):
+            patch.setattr(Loader, "rows_at", broken)
+            stopped = run(tmp_path)
+            stopped.train(12)
+        said = stopped.console.file.getvalue()
+        assert f"saved step {broken_step}; {then}, the same command goes on from there" in said
+        assert f"source   not measured: {error}" in said
     again = run(tmp_path)
     again.train(12)
     assert "restored step 7 of" in again.console.file.getvalue()

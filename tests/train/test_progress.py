@@ -3,13 +3,16 @@
 import io
 import re
 import types
+from concurrent.futures import Future
 
+import jax
 import pytest
 from rich.console import Console
 
 from gspmd_lm.train import progress
 from gspmd_lm.train.progress import Meter
 from gspmd_lm.units import human_clock, human_short
+from gspmd_lm.workdir import wall_time
 
 LARGEST = {
     "loss": 12.34567, "gradient_norm": 123.456, "step_time_s": 0.999, "tokens_per_s": 9.99e6, "mfu": 1.0,
@@ -105,3 +108,36 @@ def test_the_first_step_has_no_speed_and_gives_none_to_the_time_left(monkeypatch
     assert meter.left_s(9) == (38 - 30) / 4 * 11
     now = 139.0
     assert meter.read(11, values)["step_time_s"] == 0.5
+
+
+def test_a_wait_for_rows_counts_only_while_the_devices_have_nothing_to_do(monkeypatch):
+    now = 0.0
+
+    def batches(*waits):
+        nonlocal now
+        for wait in waits:
+            now += wait
+            yield wait
+
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    counted = wall_time.WallTime()
+    counted.begin("steps")
+    counted.move = lambda *given: moved.append(given)
+    meter, moved = Meter(0, 9, (100, "tokens"), 0.0, 0.0, None), []
+    waiting = meter.waiting(batches(1.0, 4.0, 2.0), counted)
+    next(waiting)
+    assert meter.wait_s == 1.0, "nothing was dispatched"
+    ends: Future[float] = Future()
+    meter.device._end = ends
+    ends.set_result(3.5)  # of the 4 seconds from 1.0 on, the step ran 2.5
+    next(waiting)
+    assert meter.wait_s == 1.0 + 1.5
+    meter.device._end = Future()  # a step that runs
+    next(waiting)
+    assert meter.wait_s == 2.5 and moved == [("data", "steps", idle) for idle in (0.0, 2.5, 2.0)]
+    meter.device.follow({"loss": jax.numpy.ones(())})
+    assert meter.device._end.result() == 7.0 and next(waiting, None) is None
+    line = progress.line(5, 9, LARGEST | {"data_wait_s": 0.32, "step_time_s": 0.999}, mfu=True)
+    assert line.endswith(" 99d00h  32% waiting for data")
+    for waited_s, step_time_s in ((0.09, 0.999), (0.0049, 0.01)):  # a small share, and a short time
+        assert progress.waiting({"data_wait_s": waited_s, "step_time_s": step_time_s}) == ""
