@@ -407,7 +407,7 @@ def _report_step(built: Step, problems: Sequence[Problem], session: Session) -> 
         try:
             report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
         except Exception as error:  # a run does not end because nothing can be said of it
-            return PreRunReport(f"warning: nothing is predicted ({_reason(error)})", lambda _: "", 0, 0.0, None)
+            return PreRunReport(f"warning: nothing is predicted ({_reason(error)})", None, lambda _: "", 0, 0.0, None)
         if not report.memory.fits:
             page = terminal.text_of(lambda console: comparison.show([report], console), 120)
             raise InputError(
@@ -416,6 +416,7 @@ def _report_step(built: Step, problems: Sequence[Problem], session: Session) -> 
             )
         return PreRunReport(
             first_lines(report, [problem.message for problem in problems]),
+            report.prediction.step_time_s if report.prediction else None,
             functools.partial(_compare_step, session, compiled, report, explain.network(program, built.rules, devices)),
             report.memory.peak_bytes,
             report.floor.flops * built.mesh.size,

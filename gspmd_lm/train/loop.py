@@ -356,7 +356,7 @@ class _Training:
         if ends or self.skipped_steps.failed or done == self.start + 1 or _due(done, self.config.log_every):
             self._log_values(values)
         if self.skipped_steps.failed:
-            raise self._not_finite_error(*self.skipped_steps.failed)
+            raise self.skipped_steps.error()
         best_before = self.best
         if not self.interrupted and (done == self.stop or self._is_scheduled(done)):
             self._evaluate()
@@ -446,22 +446,6 @@ class _Training:
         used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         if report.peak_bytes and used:
             self.say(f"memory: compiled {human_bytes(report.peak_bytes)}, measured {human_bytes(used)} at its peak")
-
-    def _not_finite_error(self, step: int, skipped: int) -> RunFailed:
-        """The error for too many steps in a row that were not finite, whose checkpoints later starts do not use."""
-        healthy, steps = self.checkpoints.give_up(), self.checkpoints.steps()
-        if healthy is not None:
-            then = (
-                f"goes on from checkpoint {healthy}, the newest that a finite step followed; --step=N from an older one"
-            )
-        elif steps:
-            then = f"with --step={steps[-1]} goes on from that checkpoint, which no finite step followed"
-        else:
-            then = "begins anew"
-        return RunFailed(
-            f"step {step}: the loss or gradient of the last {skipped} steps was not finite, and they changed nothing\n"
-            f"  fix   lower optimizer.learning_rate, or look at the data; the same command {then}"
-        )
 
     def _meter(self) -> progress.Meter:
         run, task = self.run, self.run.step.task

@@ -28,6 +28,7 @@ class PreRunReport:
     """Predictions for a compiled train step before it runs."""
 
     lines: str  # the text of the report
+    step_time_s: float | None  # predicted; None on a platform that is not predicted
     compare: Callable[[MeasuredStep], str]  # keeps a measured step beside the predicted one, and says how they differ
     peak_bytes: int  # per device
     flops: float  # the model's FLOPs in a step, on all devices, without recomputation

@@ -13,7 +13,7 @@ from etils import epath
 
 from gspmd_lm import files
 from gspmd_lm.config import Train
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.units import human_bytes
 from gspmd_lm.workdir.checkpoint import Checkpoints
 
@@ -159,6 +159,24 @@ class SkippedSteps:
         while self.unread and self.unread[0][0] <= step:
             self._read()
         return self.skipped
+
+    def error(self) -> RunFailed:
+        """The error for too many skipped steps, whose checkpoints later starts do not use. `failed` is set."""
+        assert self.failed
+        step, skipped = self.failed
+        healthy, steps = self.checkpoints.give_up(), self.checkpoints.steps()
+        if healthy is not None:
+            then = (
+                f"goes on from checkpoint {healthy}, the newest that a finite step followed; --step=N from an older one"
+            )
+        elif steps:
+            then = f"with --step={steps[-1]} goes on from that checkpoint, which no finite step followed"
+        else:
+            then = "begins anew"
+        return RunFailed(
+            f"step {step}: the loss or gradient of the last {skipped} steps was not finite, and they changed nothing\n"
+            f"  fix   lower optimizer.learning_rate, or look at the data; the same command {then}"
+        )
 
     def _read(self) -> None:
         step, skipped = self.unread.popleft()
