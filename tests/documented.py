@@ -1,5 +1,6 @@
 """The commands of the documents, configs and examples, and a folder in which they run on small inputs."""
 
+import base64
 import dataclasses
 import json
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from gspmd_lm.config import ModelConfig, nest
 from gspmd_lm.convert import export
@@ -98,6 +100,10 @@ def make_folder(at: Path) -> Path:
     (at / "text/a.jsonl").write_text("".join(f"{json.dumps({'text': line})}\n" for line in LINES))
     chats = ({"messages": conversations.turns(f"{n}+{n}?", str(2 * n))} for n in range(64))
     (at / "chats/a.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    bytes_alone = (base64.b64encode(bytes([byte])) + b" %d" % byte for byte in range(256))
+    (at / "gpt2.tiktoken").write_bytes(b"\n".join(bytes_alone))
+    for name in ("train", "val"):
+        np.frombuffer("".join(LINES).encode(), np.uint8).astype("<u2").tofile(at / f"{name}.bin")
     (at / "one.launch/1").mkdir(parents=True)
     (at / "one.launch/1/0.log").write_text("step 1/1\n")
     (at / "IN.jsonl").write_text('{"prompt": "01", "continuation": "23"}\n')

@@ -416,9 +416,13 @@ class _Claims:
 
 
 def batches(
-    documents: Iterable[tuple[bytes, int]], total_bytes: int, least_bytes: int = BATCH_BYTES
+    documents: Iterable[tuple[bytes, int]], total_bytes: int, least_bytes: int | None = None
 ) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
-    """Yields lists of at least so many bytes of documents, each with its hash, and the bytes of files read so far."""
+    """Yields lists of documents, each with its hash, and the bytes of files read so far.
+
+    A list has at least so many bytes of documents; None means BATCH_BYTES.
+    """
+    least_bytes = least_bytes or BATCH_BYTES
     batch, size_bytes = [], 0
     for document, done_bytes in documents:
         batch.append((document, _hash(document)))
