@@ -21,6 +21,7 @@ from gspmd_lm.units import human_duration
 
 MAKING = "making"  # the folder in one that is being made, with what is removed when it is complete
 _MOST_OPEN = 128  # files of one folder
+_TRIES = 100  # to write a file; each of the other processes may be in the way once or twice
 PATIENCE_S, PAUSE_S = 300.0, 2.0  # for how long, and how often, a store is asked again that has answered before
 _log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class Folder:
         If a process is killed meanwhile, the new file stays in MAKING. Another process may delete MAKING at any time.
         """
         new = Path(self.address, MAKING, f"{secrets.token_hex(8)}.new")
-        for is_last in (False, False, True):
+        for left in reversed(range(_TRIES)):
             is_own = not new.parent.exists()
             new.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -143,7 +144,7 @@ class Folder:
                     os.fsync(file.fileno())
                 return put(new, Path(self.address, name))
             except FileNotFoundError:
-                if is_last:
+                if not left:
                     raise
             finally:
                 new.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """What a run would read, in the terminal and as a page: counts, the tokenizer, and rows as text with the loss mask."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -101,12 +101,12 @@ def _segments(row: ShownRow) -> str:
     return "".join(_segment(*one) for one in row.segments)
 
 
-def _segment(name: str, pieces: "list[Piece] | tuple[Piece, ...]") -> str:
+def _segment(name: str, pieces: Sequence[Piece]) -> str:
     named = f"<b>{svg.text(name)}</b>\n" if name else ""
     return f'<pre class="segment">{named}{"".join(_mark(pieces))}</pre>'
 
 
-def _mark(pieces: "list[Piece] | tuple[Piece, ...]") -> Iterator[str]:
+def _mark(pieces: Sequence[Piece]) -> Iterator[str]:
     for piece in pieces:
         text = svg.text(_visible(piece.text))
         yield f"<mark>{text}</mark>" if piece.is_learnt else text

@@ -244,6 +244,20 @@ def test_a_store_that_does_not_answer(bucket, monkeypatch, caplog):
     assert 2 < 10_000 - len(silent) < 10_000
 
 
+def test_a_file_is_written_while_other_processes_delete_the_folder_of_new_files(monkeypatch):
+    sync, deleted = os.fsync, []
+
+    def delete(number):
+        if len(deleted) < 7:  # as often as there may be other processes that are done
+            deleted.append(number)
+            shutil.rmtree("made/making")
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", delete)
+    Folder("made").write("a.json", b"content")
+    assert _contents("made") == {"a.json": b"content"} and len(deleted) == 7
+
+
 def test_a_claim_in_a_bucket_is_taken_over_when_it_is_silent(bucket, monkeypatch):
     _make(held_out=0)
     monkeypatch.setattr(making, "STALE_S", 0.2)
