@@ -119,11 +119,15 @@ def settings(row, raw, ignored=()):
         return None
 
 
+# One of each kind of positions, windows, norms and tensors.
+BY_PARITY = ("llama", "qwen3", "gemma3", "phi3", "glm4", "gpt2", "opt", "bloom", "falcon-40b", "gptj")
+
+
 def swept():
     """The cases whose fields are changed one at a time; `pytest -m slow` has those that `pytest -m parity` has not."""
     for name in references.CASES:
         if name not in ALIKE and row_of(name) in THEIRS:
-            yield pytest.param(name, marks=pytest.mark.parity if name in references.FIRST else pytest.mark.slow)
+            yield pytest.param(name, marks=pytest.mark.parity if name in BY_PARITY else pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=list(swept()))
@@ -158,14 +162,23 @@ def case(request, tmp_path_factory):
         except Exception:  # whatever it raises, it computes nothing
             return None
 
-    def distance(changed):
+    def computed(changed):
         try:
             of_kind = references.auto_class(raw["model_type"])
-            other = of_kind.from_config(config(changed), attn_implementation=how, dtype=torch.float32)
+            other = of_kind.from_config(changed, attn_implementation=how, dtype=torch.float32)
             other.load_state_dict(weights)
             return (logits(other.eval()) - wanted).abs().max().item()
         except Exception:
             return None
+
+    distances = {}  # by all that a config says: many files say the same
+
+    def distance(changed):
+        made = config(changed)
+        said = repr(made and made.to_dict())
+        if said not in distances:
+            distances[said] = computed(made)
+        return distances[said]
 
     return row_of(name), raw, config, distance
 
