@@ -44,7 +44,7 @@ _NOT_MODULES = {
     "branch_1_fun",
 }
 _MODULE = re.compile(r"[a-z][\w.\-]*$|[A-Z]\w*_\d+$")  # layers; Dense_0, as flax names what has no name
-_OF_TRAINING = "jit(_train)"  # what the step of train/step.py is called
+OF_TRAINING = "jit(_train)"  # what the step of train/step.py is called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def parse(op_name: str) -> OpName:
         phase = "backward"
     else:
         generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
-        rest = "other" if op_name.startswith("jit(") and not op_name.startswith(_OF_TRAINING) else "optimizer"
+        rest = "other" if op_name.startswith("jit(") and not op_name.startswith(OF_TRAINING) else "optimizer"
         # What does not depend on what is trained has no jvp, and the update has an owner: see train/step.py.
         of_model = rest == "optimizer" and (table == "rules" or (modules and not owners))
         phase = "forward" if "jvp" in words or in_loss or generates or of_model else rest

@@ -216,6 +216,9 @@ def test_of_a_conditional_the_longer_branch_counts():
         found = predicted(body, loops + branch("one", content) + single)
         assert ns(found.step_time_s) == longest
         assert found.fusions == (("layers.mlp (matmul)", pytest.approx(longest * 1e-9)),)
+        greedy = body.replace("{%one, %other}", '{%one, %other}, metadata={op_name="jit(_decode)/of.sampling/cond"}')
+        shortest = {70: 10, 100: 70}[longest]  # as it is by default, where a token is chosen
+        assert ns(predicted(greedy, loops + branch("one", content) + single).step_time_s) == shortest
 
 
 def test_what_crosses_slices_is_sent_and_waited_for():

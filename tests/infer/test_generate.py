@@ -51,6 +51,16 @@ LAYOUTS = {
     "kv_heads on every device": (GROUPED, {
         "mesh": {"tensor": 8}, "rules": {"heads": "tensor", "mlp": "tensor", "vocab": "tensor", "kv_heads": None},
     }),
+    "queries move to rows": (dict(kv_heads=1), "decode_rows8"),
+    "queries move to rows, latent": (LATENT, "decode_rows8"),
+    "queries move to rows and slots": (GROUPED, {
+        "mesh": {"tensor": 2, "fsdp": 2, "context": 2},
+        "rules": {
+            "heads": ["tensor", "fsdp", "context"], "kv_heads": "tensor", "mlp": ["tensor", "fsdp", "context"],
+            "cache.batch": "fsdp", "cache.kv_seq": "context", "decode_q.batch": "fsdp", "decode_out.batch": "fsdp",
+            "decode_q.heads": "tensor", "decode_out.heads": "tensor",
+        },
+    }),
     "prompts and slots split": (GROUPED, {
         "mesh": {"context": 2, "tensor": 4},
         "rules": {
@@ -144,7 +154,7 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
 
 # By default test_eight_bits.py has fsdp2_tp4 and latent attention, and cli/test_verbs.py has the same text under two.
 SLOW = ("dp2_tp4", "decode_tp8", "decode_tp8, latent", "fsdp2_tp4", "slots split, latent", "fsdp2_tp4, shared",
-        "kv_heads on every device", *MIXTURES)  # fmt: skip
+        "kv_heads on every device", "queries move to rows, latent", "queries move to rows and slots", *MIXTURES)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ schedules, which `benchmarks/few_row_schedules.py` reads, the next window is cop
 longer of both counts. A TPU v5e reads 8 bits of a weight in 1.9 cycles for 1,024 numbers and multiplies them in 0.6.
 
 TPUs up to v4 have no instruction that unpacks 8 bits, and take 7 others for 1,024 numbers: longer than reading them.
+
+Train steps keep the compiler's estimates, with which constants of `op_time.py` were fitted. They have few such products.
 """
 
 import math
@@ -12,6 +14,7 @@ import math
 from gspmd_lm.foresight.hlo import Instruction
 from gspmd_lm.foresight.hlo.work import read_bytes
 from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.sharding.op_names import OF_TRAINING
 
 FEW = 128  # fewer rows than a matrix unit is wide
 LONGER = 2  # times the time of its bytes, from which on what a product computes decides
@@ -26,6 +29,8 @@ def seconds(product: Instruction, matmul: Instruction, chip: Chip, memory_s: flo
 
     product: an instruction of the schedule. matmul: the one in it. memory_s, units_s: of its bytes, and of its FLOPs.
     """
+    if product.op_name.startswith(OF_TRAINING):
+        return None
     widened = _widened_numbers(product, matmul)
     if units_s > LONGER * memory_s or not (widened or _rows(matmul) < FEW):
         return None
