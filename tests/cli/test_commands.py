@@ -33,7 +33,7 @@ explain fsdp8 dp8 --rows --config=small.yaml --target=cpu:8 --json=r.json --html
 compare dp8 zero1_8 --rows --config=small.yaml --target=v5e:2x4 | + optimizer.embed: data
 plan --config=small.yaml --target=v5e:1x1,h100:1 --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=v5e=2 --price=h100=3/1 --assume=preemptions_per_day=1 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
 calibrate --platform=cpu --devices=8 --out=mine.yaml | wrote mine.yaml: calibrated on 20
-train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --chip=mine.yaml --steps=3 --workdir=runs/c | step: measured
+train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --chip=mine.yaml --steps=3 --profile=1:2 --workdir=runs/c | measured against predicted
 errors runs/c --json=k.json | mine: 
 plan --config=small.yaml --target=mine:2 --chip=mine.yaml --measured=runs/c --minutes=0.0001 | corrected by --measured=runs/c
 explain --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=mine:2 --chip=mine.yaml | calibrated on 20
