@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gspmd_lm.foresight.hlo import Instruction, Module
+from gspmd_lm.foresight.hlo import HOST_SPACE, Instruction, Module
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.foresight.timing.predict import parts_s
-from gspmd_lm.foresight.timing.simulate import Simulation
+from gspmd_lm.foresight.timing.simulate import HOST, Simulation
 from gspmd_lm.hardware.network import Network
 
 KINDS = ("matmul", "attention", "other")  # of compute
@@ -34,16 +34,17 @@ class TracedStep(NamedTuple):
 
     step_time_s: float  # from the first operation of the first step to the end of the last one, over the steps
     compute_s: Mapping[str, float]  # matmul, attention, other
-    exposed_s: Mapping[str, float]  # mesh axes -> waiting for their collectives
+    exposed_s: Mapping[str, float]  # mesh axes, or HOST -> waiting for their collectives, or for copies
     gaps_s: Mapping[str, float]  # the kind of what ran before -> time in which nothing runs
     links: Mapping[str, str]  # mesh axes -> the link of their collectives
 
     @property
     def parts_s(self) -> dict[str, float]:
         """The parts of the step, as `predict.parts_s` names them, and the gaps."""
-        exposed = dict(sorted(self.exposed_s.items(), key=lambda wait: -wait[1]))
+        exposed_s = dict(sorted(self.exposed_s.items(), key=lambda wait: -wait[1]))
+        host_s = exposed_s.pop(HOST, 0.0)
         matmul_s, attention_s, other_s = (self.compute_s.get(kind, 0.0) for kind in KINDS)
-        return {**parts_s(_Parts(matmul_s, attention_s, other_s, exposed)), GAPS: sum(self.gaps_s.values())}
+        return {**parts_s(_Parts(matmul_s, attention_s, other_s, exposed_s, host_s)), GAPS: sum(self.gaps_s.values())}
 
     def slowdowns(self, module: Module, network: Network) -> dict[str, float]:
         """How many times as long as predicted each kind of compute took, with the gaps after it, and each link.
@@ -99,7 +100,7 @@ class _Parts(NamedTuple):
     attention_s: float
     other_s: float
     exposed_by_axis: Mapping[str, float]
-    exposed_host_copy_s: float = 0.0
+    exposed_host_copy_s: float
 
 
 class _Event(NamedTuple):
@@ -108,7 +109,7 @@ class _Event(NamedTuple):
     begin_ns: float
     end_ns: float
     kind: str  # of its compute; "" of a collective
-    axes: str  # of its collective
+    axes: str  # of its collective; HOST of a copy to the host or back
 
 
 def traced_step(xspace: bytes, steps: int, module: Module, network: Network) -> TracedStep:
@@ -128,7 +129,7 @@ def traced_step(xspace: bytes, steps: int, module: Module, network: Network) -> 
         kind, axes, link = parts[name]
         named_ns += taken_ns
         devices[device].append(_Event(begin_ns, begin_ns + taken_ns, kind, axes))
-        links |= {axes: link} if axes else {}
+        links |= {axes: link} if link else {}
     if not devices or named_ns < LEAST_NAMED * (named_ns + unnamed_ns):
         share = named_ns / (named_ns + unnamed_ns or 1.0)
         raise ValueError(f"the trace names the instructions of {share:.0%} of the time of {module.name}")
@@ -165,11 +166,14 @@ def _events(xspace: bytes, program: str) -> Iterable[tuple[Any, str, float, floa
 
 
 def _part(instruction: Instruction, network: Network) -> tuple[str, str, str]:
-    """The kind of compute of an instruction; or, of a collective, '' with its mesh axes and its link."""
+    """The kind of compute of an instruction; or, of a transfer, '' with its mesh axes, or HOST, and its link."""
     begun = instruction
     while begun.phase in ("-update", "-done") and begun.operands:
         begun = begun.operands[0]
     kind = op_time.compute_kind(instruction)
+    places = {array.memory_space for one in (begun, *begun.operands) for array in one.shape.arrays}
+    if begun.phase == "-start" and begun.copies and HOST_SPACE in places:
+        return "", HOST, ""
     groups = next((op.groups for op in begun.collectives if network.axes(op.groups)), None)
     if kind != "other" or groups is None:
         return kind, "", ""
