@@ -117,15 +117,17 @@ def test_records_are_found_by_workdir_by_folder_and_in_the_folder_of_all(kept):
 
 
 def test_errors_shows_each_run_and_the_errors_of_each_chip(kept, capsys):
+    step_records.keep(dataclasses.replace(RECORD, workdir=str(kept / "runs"), chip="", predicted_s=None))
     with pytest.raises(SystemExit) as end:
         cli.main(["main.py", "errors", f"--json={kept / 'e.json'}"])
     out, _ = capsys.readouterr()
     assert end.value.code == 0
     assert "tiny under fsdp8" in out and "1.15 s" in out and "-5%" in out and "matmuls +100 ms" in out
+    assert "of 1 run nothing was predicted" in out and "not traced" in out
     assert "v5e: 5.0% in the mean of 2 runs, 5.0% at most" in out
     plain = json.loads((kept / "e.json").read_text())
     assert plain["mean_error"] == plain["largest_error"] == pytest.approx(0.0496, abs=1e-3)
-    assert [run["error"] for run in plain["runs"]] == [pytest.approx(-0.0496, abs=1e-3)] * 2
+    assert [run["error"] for run in plain["runs"]] == [pytest.approx(-0.0496, abs=1e-3)] * 2 + [None]
 
 
 @pytest.fixture
