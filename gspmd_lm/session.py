@@ -407,7 +407,7 @@ def _report_step(built: Step, problems: Sequence[Problem], session: Session) -> 
         try:
             report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
         except Exception as error:  # a run does not end because nothing can be said of it
-            return PreRunReport(f"warning: nothing is predicted ({_reason(error)})", None, lambda _: "", 0, 0.0, None)
+            return PreRunReport(f"warning: nothing is predicted ({_reason(error)})", None, lambda _: None, 0, 0.0, None)
         if not report.memory.fits:
             page = terminal.text_of(lambda console: comparison.show([report], console), 120)
             raise InputError(
@@ -426,19 +426,20 @@ def _report_step(built: Step, problems: Sequence[Problem], session: Session) -> 
     return report_step
 
 
-def _compare_step(session: Session, compiled: Any, report: Report, network: Network, measured: MeasuredStep) -> str:
-    """What a run says of its measured step beside the predicted one. Both are kept."""
-    record, warnings = step_records.record(report, measured, network, session.machine.device_kind), []
+def _compare_step(session: Session, compiled: Any, report: Report, network: Network, measured: MeasuredStep) -> None:
+    """Keeps a measured step beside the predicted one, and says how they differ. Whatever fails is a warning."""
+    record = step_records.record(report, measured, network, session.machine.device_kind)
     if measured.trace:
         try:
             record = step_records.read_trace(record, measured, compiled.as_text(), network)
         except Exception as error:  # the run has reached its end, whatever its trace holds
-            warnings.append(f"warning: {measured.trace}: the parts of a step are not known ({_reason(error)})")
+            session.say(f"warning: {measured.trace}: the parts of a step are not known ({_reason(error)})")
     try:
         step_records.keep(record)
-    except OSError as error:
-        warnings.append(f"warning: the record of the step is not kept ({_reason(error)})")
-    return "\n".join([*warnings, record.describe()])
+    except Exception as error:  # a store raises what it likes
+        session.say(f"warning: the record of the step is not kept ({_reason(error)})")
+    if words := record.describe():
+        session.say(words)
 
 
 def _reason(error: Exception) -> str:

@@ -40,10 +40,10 @@ def cache_folder(name: str) -> Path:
     return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / name
 
 
-def records_folder() -> Path:
-    """The folder of the records of all runs: $GSPMD_LM_RUNS, or in the user's data directory. It need not exist."""
+def records_folder() -> str:
+    """The folder of the records of all runs, which may be remote: $GSPMD_LM_RUNS, or in the user's data directory."""
     chosen = os.environ.get("GSPMD_LM_RUNS")
-    return Path(chosen) if chosen else Path(platformdirs.user_data_dir("gspmd_lm", appauthor=False)) / "runs"
+    return chosen or str(Path(platformdirs.user_data_dir("gspmd_lm", appauthor=False)) / "runs")
 
 
 def cache_entry(path: Path, *beside: Path) -> Path:

@@ -80,7 +80,12 @@ class StepRecord:
         return f"{plain}-{hashlib.sha256(repr(run).encode()).hexdigest()[:8]}.json"
 
     def describe(self) -> str:
-        """What a run says at its end: its measured step beside the predicted one, and which parts differ."""
+        """What a run says at its end: its measured step beside the predicted one, and which parts differ.
+
+        '' where nothing was predicted or traced.
+        """
+        if self.predicted_s is None and self.traced_s is None:
+            return ""
         times = f"step: measured {human_seconds(self.measured_s)}"
         if self.wait_s > LONG_WAIT * self.measured_s:
             times += f", of which {human_seconds(self.wait_s)} waiting for rows"
@@ -133,7 +138,7 @@ def _place(workdir: epath.Path) -> str:
 def keep(record: StepRecord) -> None:
     """Writes a record into its workdir and into the folder of all records."""
     plain = {"schema": SCHEMA} | dataclasses.asdict(record)
-    folder = paths.records_folder()
+    folder = layout.workdir_path(paths.records_folder())
     folder.mkdir(parents=True, exist_ok=True)
     for path in (layout.workdir_path(record.workdir) / layout.STEP, folder / record.name):
         files.replace_json(path, plain)
@@ -144,7 +149,7 @@ def read_records(names: Iterable[str] = ()) -> list[StepRecord]:
 
     names: none stand for the folder of all records. Raises InputError where there is no record, or a damaged one.
     """
-    found = [path for name in names or [str(paths.records_folder())] for path in _files(name)]
+    found = [path for name in names or [paths.records_folder()] for path in _files(name)]
     return sorted((_read(path) for path in dict.fromkeys(found)), key=lambda record: record.date)
 
 

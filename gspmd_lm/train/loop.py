@@ -442,7 +442,7 @@ class _Training:
     def _compare(self, report: PreRunReport) -> None:
         """Prints predictions beside measurements, where there are both."""
         if measured := self.meter.measured_step(self.run.workdir, self.run.profile, self.trace_file):
-            self.say(report.compare(measured))
+            report.compare(measured)
         used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         if report.peak_bytes and used:
             self.say(f"memory: compiled {human_bytes(report.peak_bytes)}, measured {human_bytes(used)} at its peak")

@@ -29,7 +29,7 @@ class PreRunReport:
 
     lines: str  # the text of the report
     step_time_s: float | None  # predicted; None on a platform that is not predicted
-    compare: Callable[[MeasuredStep], str]  # keeps a measured step beside the predicted one, and says how they differ
+    compare: Callable[[MeasuredStep], None]  # keeps a measured step beside the predicted one, and says how they differ
     peak_bytes: int  # per device
     flops: float  # the model's FLOPs in a step, on all devices, without recomputation
     peak_flops_per_s: float | None  # of a device in bfloat16; None where it is not known

@@ -1,16 +1,27 @@
 """Records of steps: what a run says and keeps, how they are shown, and what they make of a chip."""
 
 import dataclasses
+import io
 import json
+from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
+import sample
+from etils import epath
+from rich.console import Console
 
-from gspmd_lm import cli, files
+from gspmd_lm import cli, files, session
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import step_records
 from gspmd_lm.foresight.step_records import StepRecord
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.hardware.chips.reading import read_chip
+from gspmd_lm.hardware.network import Network
+from gspmd_lm.runtime.startup import Runtime
+from gspmd_lm.train.programs import MeasuredStep
 from gspmd_lm.workdir import layout
 
 V5E = CHIPS["v5e"]
@@ -33,6 +44,7 @@ def test_a_run_says_how_far_its_prediction_was_off():
         "  +100 ms, other compute -50 ms"
     )
     unknown = dataclasses.replace(TRACED, predicted_s=None, predicted_parts_s={}, wait_s=0.5)
+    assert dataclasses.replace(unknown, traced_s=None).describe() == ""
     assert unknown.describe() == (
         "step: measured 1.21 s, of which 500 ms waiting for rows\n"
         "traced steps took 1.3 s each: matmuls 1.1 s, other compute 100 ms, gaps 100 ms"
@@ -105,12 +117,52 @@ def test_records_are_found_by_workdir_by_folder_and_in_the_folder_of_all(kept):
 
 
 def test_errors_shows_each_run_and_the_errors_of_each_chip(kept, capsys):
+    step_records.keep(dataclasses.replace(RECORD, workdir=str(kept / "runs"), chip="", predicted_s=None))
     with pytest.raises(SystemExit) as end:
         cli.main(["main.py", "errors", f"--json={kept / 'e.json'}"])
     out, _ = capsys.readouterr()
     assert end.value.code == 0
     assert "tiny under fsdp8" in out and "1.15 s" in out and "-5%" in out and "matmuls +100 ms" in out
+    assert "of 1 run nothing was predicted" in out and "not traced" in out
     assert "v5e: 5.0% in the mean of 2 runs, 5.0% at most" in out
     plain = json.loads((kept / "e.json").read_text())
     assert plain["mean_error"] == plain["largest_error"] == pytest.approx(0.0496, abs=1e-3)
-    assert [run["error"] for run in plain["runs"]] == [pytest.approx(-0.0496, abs=1e-3)] * 2
+    assert [run["error"] for run in plain["runs"]] == [pytest.approx(-0.0496, abs=1e-3)] * 2 + [None]
+
+
+@pytest.fixture
+def begun():
+    """A session whose console keeps what it says."""
+    machine = Runtime("cpu", "cpu", 8, 0, 1)
+    return session.Session(None, None, machine, [], Console(file=io.StringIO(), width=240), None)
+
+
+def test_a_trace_or_a_folder_that_is_damaged_costs_a_run_nothing_but_warnings(begun, tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPMD_LM_RUNS", str(tmp_path / "file" / "runs"))
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "x.xplane.pb").write_bytes(b"not a trace")
+    measured = MeasuredStep(epath.Path(tmp_path), 20.0, 0.0, 9, epath.Path(tmp_path / "x.xplane.pb"), 2)
+    network = Network(V5E, ((0, 0, 0),), (0,), (0,), {"data": 1})
+    session._compare_step(begun, SimpleNamespace(as_text=lambda: "HloModule m"), sample.LLAMA, network, measured)
+    first, second, third = begun.console.file.getvalue().splitlines()
+    assert first.startswith(f"warning: {tmp_path / 'x.xplane.pb'}: the parts of a step are not known (")
+    assert second.startswith("warning: the record of the step is not kept (") and "file" in second
+    assert third.startswith("step: measured 20 s, predicted ")
+
+
+def test_a_step_that_cannot_be_predicted_is_trained_all_the_same(begun, monkeypatch):
+    def fail(*_):
+        raise KeyError("an opcode")
+
+    monkeypatch.setattr(session.explain, "report", fail)
+    monkeypatch.setattr(session.compile, "describe_compiled", lambda *_: None)
+    monkeypatch.setattr(session, "read_train", lambda *_: None)
+    mesh = SimpleNamespace(devices=np.array(jax.devices()[:1]))
+    built = SimpleNamespace(mesh=mesh, config=None, task=None, rules=None, arrays=None)
+    report = session._report_step(built, [], begun)(None, None, {}, 0.0)
+    assert report.lines == "warning: nothing is predicted (KeyError: 'an opcode')" and report.flops == 0
+
+
+def test_a_file_may_state_what_a_run_has_measured_of_a_chip(tmp_path):
+    (tmp_path / "my.yaml").write_text("name: my\nlike: v5e\nslowdowns: [{matmul: 1.2, ici: 3.0}, measured]\n")
+    assert dict(read_chip(tmp_path / "my.yaml").slowdowns) == {"matmul": 1.2, "ici": 3.0}

@@ -56,6 +56,15 @@ def test_compute_waits_and_gaps_are_told_apart():
     assert two.step_time_s == pytest.approx(171e-9 / 2)  # of two steps, on both devices
 
 
+def test_waiting_for_the_host_is_a_part():
+    steps = "  %c = (f32[8]{0:S(5)}, f32[8]{0}, u32[]) copy-start(%x)\n  %d = f32[8]{0:S(5)} copy-done(%c)\n"
+    program = module("  %x = f32[8]{0} parameter(6)\n" + matmul("m1", 100) + steps)
+    events = [("m1", 0, 100), ("c", 100, 101), ("d", 101, 131)]
+    found = traced_step(xspace(plane(events)), 1, program, network())
+    shown = {name: round(seconds * 1e9) for name, seconds in found.parts_s.items() if seconds}
+    assert shown == {"matmuls": 100, "waiting for copies to the host": 31}
+
+
 def test_what_a_collective_hides_behind_is_compute():
     program = module(matmul("m1", 100) + reduce("r", 150, FSDP))
     names = {"hlo_op": "{}", "hlo_module": "test"}

@@ -21,6 +21,9 @@ from gspmd_lm import files, versions
 from gspmd_lm.config import with_values
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.errors import InputError, RunFailed, StoreFailed
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.timing.traced import traced_step
+from gspmd_lm.hardware.network import Network
 from gspmd_lm.model.decoder import Decoder
 from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
@@ -339,7 +342,12 @@ def test_the_time_of_all_starts_is_counted(run, tmp_path):
 def test_a_trace_is_written(run, tmp_path):
     traced = run(tmp_path, profile=(1, 3))
     traced.train(4)
-    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    (file,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    program = hlo.parse(traced.programs.compiled["train step"].as_text())
+    network = Network(None, ((0,), (0,)), (0, 0), (0, 0), traced.step.rules.mesh)
+    found = traced_step(file.read_bytes(), 2, program, network)  # of steps 1 and 2, on both devices
+    assert sum(found.parts_s.values()) == pytest.approx(found.step_time_s)
+    assert {"matmuls", "attention", "other compute", "waiting for fsdp"} <= {p for p, s in found.parts_s.items() if s}
     assert "traces nothing" not in traced.console.file.getvalue()
     late = run(tmp_path, profile=(1, 3))
     late.train(5)

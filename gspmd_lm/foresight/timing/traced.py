@@ -12,13 +12,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gspmd_lm.foresight.hlo import Instruction, Module
+from gspmd_lm.foresight.hlo import HOST_SPACE, Instruction, Module
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.foresight.timing.predict import parts_s
-from gspmd_lm.foresight.timing.simulate import Simulation
+from gspmd_lm.foresight.timing.simulate import HOST, Simulation
 from gspmd_lm.hardware.network import Network
 
+KINDS = ("matmul", "attention", "other")  # of compute
 GAPS = "gaps"
+LEAST_SHARE = 1e-3  # of a step: a shorter part tells nothing of the chip
+MOST_TRIES = 8  # of the factors of links, each of which simulates the program once
+LEAST_FACTOR = 1e-6  # of what took no time, or of a link whose collectives hide behind compute
 LEAST_NAMED = 0.9  # the share of the kernels' time whose instructions a trace must name
 _CONTROL = ("while", "conditional", "call")  # what they run has events of its own
 _OPERATIONS = "XLA Ops"  # the line of a TPU with what its core runs; its other lines show the same in other ways
@@ -30,16 +34,17 @@ class TracedStep(NamedTuple):
 
     step_time_s: float  # from the first operation of the first step to the end of the last one, over the steps
     compute_s: Mapping[str, float]  # matmul, attention, other
-    exposed_s: Mapping[str, float]  # mesh axes -> waiting for their collectives
+    exposed_s: Mapping[str, float]  # mesh axes, or HOST -> waiting for their collectives, or for copies
     gaps_s: Mapping[str, float]  # the kind of what ran before -> time in which nothing runs
     links: Mapping[str, str]  # mesh axes -> the link of their collectives
 
     @property
     def parts_s(self) -> dict[str, float]:
         """The parts of the step, as `predict.parts_s` names them, and the gaps."""
-        exposed = dict(sorted(self.exposed_s.items(), key=lambda wait: -wait[1]))
-        compute = (self.compute_s.get(kind, 0.0) for kind in KINDS)
-        return {**parts_s(_Parts(*compute, exposed)), GAPS: sum(self.gaps_s.values())}
+        exposed_s = dict(sorted(self.exposed_s.items(), key=lambda wait: -wait[1]))
+        host_s = exposed_s.pop(HOST, 0.0)
+        matmul_s, attention_s, other_s = (self.compute_s.get(kind, 0.0) for kind in KINDS)
+        return {**parts_s(_Parts(matmul_s, attention_s, other_s, exposed_s, host_s)), GAPS: sum(self.gaps_s.values())}
 
     def slowdowns(self, module: Module, network: Network) -> dict[str, float]:
         """How many times as long as predicted each kind of compute took, with the gaps after it, and each link.
@@ -88,12 +93,6 @@ def scale_slowdowns(slowdowns: Mapping[str, float], factors: Mapping[str, float]
     return {**slowdowns, **{name: factor * slowdowns.get(name, 1.0) for name, factor in factors.items()}}
 
 
-KINDS = ("matmul", "attention", "other")
-LEAST_SHARE = 1e-3  # of a step: a shorter part tells nothing of the chip
-MOST_TRIES = 8  # of the factors of links, each of which simulates the program once
-LEAST_FACTOR = 1e-6  # of what took no time, or of a link whose collectives hide behind compute
-
-
 class _Parts(NamedTuple):
     """The parts of a step, as `predict.Parts` has them."""
 
@@ -101,7 +100,7 @@ class _Parts(NamedTuple):
     attention_s: float
     other_s: float
     exposed_by_axis: Mapping[str, float]
-    exposed_host_copy_s: float = 0.0
+    exposed_host_copy_s: float
 
 
 class _Event(NamedTuple):
@@ -110,7 +109,7 @@ class _Event(NamedTuple):
     begin_ns: float
     end_ns: float
     kind: str  # of its compute; "" of a collective
-    axes: str  # of its collective
+    axes: str  # of its collective; HOST of a copy to the host or back
 
 
 def traced_step(xspace: bytes, steps: int, module: Module, network: Network) -> TracedStep:
@@ -130,20 +129,19 @@ def traced_step(xspace: bytes, steps: int, module: Module, network: Network) -> 
         kind, axes, link = parts[name]
         named_ns += taken_ns
         devices[device].append(_Event(begin_ns, begin_ns + taken_ns, kind, axes))
-        links |= {axes: link} if axes else {}
+        links |= {axes: link} if link else {}
     if not devices or named_ns < LEAST_NAMED * (named_ns + unnamed_ns):
         share = named_ns / (named_ns + unnamed_ns or 1.0)
         raise ValueError(f"the trace names the instructions of {share:.0%} of the time of {module.name}")
     scale = 1e-9 / steps / len(devices)
-    sums = [collections.Counter[str]() for _ in range(3)]
+    sums = [collections.defaultdict[str, float](float) for _ in range(3)]
     for events in devices.values():
         for total, of_device in zip(sums, _attribute(events), strict=True):
-            total.update(of_device)
-    compute_s, exposed_s, gaps_s = ({name: ns * scale for name, ns in total.items()} for total in sums)
-    taken_ns = sum(
-        max(one.end_ns for one in events) - min(one.begin_ns for one in events) for events in devices.values()
-    )
-    return TracedStep(taken_ns * scale, compute_s, exposed_s, gaps_s, links)
+            for name, ns in of_device.items():
+                total[name] += ns * scale
+    spans = [(min(one.begin_ns for one in events), max(one.end_ns for one in events)) for events in devices.values()]
+    compute_s, exposed_s, gaps_s = sums
+    return TracedStep(scale * sum(end - begin for begin, end in spans), compute_s, exposed_s, gaps_s, links)
 
 
 def _events(xspace: bytes, program: str) -> Iterable[tuple[Any, str, float, float]]:
@@ -168,36 +166,39 @@ def _events(xspace: bytes, program: str) -> Iterable[tuple[Any, str, float, floa
 
 
 def _part(instruction: Instruction, network: Network) -> tuple[str, str, str]:
-    """The kind of compute of an instruction; or, of a collective, '' with its mesh axes and its link."""
+    """The kind of compute of an instruction; or, of a transfer, '' with its mesh axes, or HOST, and its link."""
     begun = instruction
     while begun.phase in ("-update", "-done") and begun.operands:
         begun = begun.operands[0]
     kind = op_time.compute_kind(instruction)
+    places = {array.memory_space for one in (begun, *begun.operands) for array in one.shape.arrays}
+    if begun.phase == "-start" and begun.copies and HOST_SPACE in places:
+        return "", HOST, ""
     groups = next((op.groups for op in begun.collectives if network.axes(op.groups)), None)
     if kind != "other" or groups is None:
         return kind, "", ""
     return "", "+".join(network.axes(groups)), network.link(groups)
 
 
-def _attribute(events: Iterable[_Event]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+def _attribute(events: Iterable[_Event]) -> tuple[Mapping[str, float], ...]:
     """The nanoseconds of each kind of compute, of waiting for each mesh axes, and of gaps by what ran before them.
 
     Compute counts where a collective runs beside it. Of several operations at once, each counts for its share.
     """
+    compute_ns, waits_ns, gaps_ns = (collections.defaultdict[str, float](float) for _ in range(3))
     edges = sorted((ns, begins, one) for one in events for ns, begins in ((one.begin_ns, True), (one.end_ns, False)))
     running = collections.Counter[_Event]()
-    found = [collections.Counter[str]() for _ in range(3)]
-    before, last = edges[0][0], "other"
+    before_ns, last = edges[0][0], "other"
     for ns, begins, one in edges:
-        if ns > before:
+        if ns > before_ns:
             kinds = [other.kind for other in running if other.kind]
             axes = [other.axes for other in running if not other.kind]
-            counter, names = (found[0], kinds) if kinds else (found[1], axes) if axes else (found[2], [last])
+            sums, names = (compute_ns, kinds) if kinds else (waits_ns, axes) if axes else (gaps_ns, [last])
             for name in names:
-                counter[name] += (ns - before) / len(names)
-            before = ns
+                sums[name] += (ns - before_ns) / len(names)
+            before_ns = ns
         running[one] += 1 if begins else -1
         if not running[one]:
             del running[one]
         last = last if begins else one.kind or "other"
-    return found[0], found[1], found[2]
+    return compute_ns, waits_ns, gaps_ns
