@@ -37,7 +37,8 @@ explain fsdp8 dp8 --rows --config=small.yaml --target=cpu:8 --json=r.json --html
 compare dp8 zero1_8 --rows --config=small.yaml --target=v5e:2x4 | + optimizer.embed: data
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --chip=mine.yaml --steps=3 --profile=1:2 --workdir=runs/c | measured against predicted
 errors runs/c --json=k.json | mine: 
-plan --config=small.yaml --target=mine:2,h100:1 --chip=mine.yaml --measured=runs/c --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=h100=3/1 --assume=preemptions_per_day=1 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
+plan --config=small.yaml --target=mine:2,h100:1 --chip=mine.yaml --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=h100=3/1 --assume=preemptions_per_day=1 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
+plan --config=small.yaml --target=mine:2 --chip=mine.yaml --measured=runs/c --minutes=0.0001 | corrected by --measured=runs/c
 compare dp8 fsdp8 --rows --config=small.yaml --target=mine:8 --chip=mine.yaml | + weights.embed: fsdp
 explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=mine:2 --chip=mine.yaml --set model.mlp=32 --port=0 --open --json=s.json | wrote s.json
 explore --program=train.py:step --target=cpu:2 --json=s.json | wrote s.json
