@@ -36,12 +36,14 @@ def seconds(product: Instruction, matmul: Instruction, chip: Chip, memory_s: flo
         return None
     copies_s = product.moved_bytes["hbm"] / chip.hbm_bytes_per_s
     estimated_s = (product.estimated_cycles or 0) / chip.clock_hz
-    widening_s = 0.0
-    if widened and chip.compiler_name in WIDENING:
-        fixed, each_row = WIDENING[chip.compiler_name]
-        cycles = widened / REGISTER * (fixed + each_row * product.flops / (2 * widened))
-        widening_s = cycles / chip.tensor_cores / chip.clock_hz
-    return max(memory_s, units_s, estimated_s - copies_s, widening_s)
+    rows = product.flops / (2 * widened) if widened else 0.0
+    return max(memory_s, units_s, estimated_s - copies_s, widening_s(widened, rows, chip))
+
+
+def widening_s(numbers: float, rows: float, chip: Chip) -> float:
+    """The seconds in which a TPU widens numbers of 8 bits and multiplies them with some rows; 0 where it unpacks."""
+    fixed, each_row = WIDENING.get(chip.compiler_name, (0.0, 0.0))
+    return numbers / REGISTER * (fixed + each_row * rows) / chip.tensor_cores / chip.clock_hz
 
 
 def _widened_numbers(product: Instruction, matmul: Instruction) -> int:
