@@ -1,6 +1,5 @@
-"""A plan for decoding chooses where the cache lies; its layouts are those of a rules file and are compiled as decode."""
+"""A plan for decoding chooses where the cache lies; its layouts are those of rules files, compiled as decode."""
 
-import dataclasses
 import functools
 
 import pytest
@@ -59,5 +58,5 @@ def test_a_plan_for_decoding_needs_times_and_a_model_that_generates():
     config = configs.load("llama3_8b", SMALL)
     with pytest.raises(InputError, match="simulated devices have no speed"):
         search.plan(config, targets.parse("cpu:4"), phase="decode", rank_by="bytes")
-    with pytest.raises(InputError, match="objective: masked"):
-        search.plan(dataclasses.replace(config, objective="masked"), PLACE, phase="decode")
+    with pytest.raises(InputError, match="generating and scoring texts need a model that predicts"):
+        search.plan(configs.load("vit_22b"), PLACE, phase="decode")
