@@ -49,9 +49,7 @@ class DecodeSpace:
         self.task, self.target = decoder.task(computed), target
         config = explain.generating_config(self.task)
         if target.chip is None:
-            raise InputError(
-                f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   a target such as v5e:4x4 or h100:8"
-            )
+            raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   a target such as v5e:4x4")
         self.config = config
         self.refused = self.tables = self.left_out = 0
         self.notes: list[str] = []
@@ -142,10 +140,8 @@ class DecodeSpace:
         share = chip.hbm_bytes_per_s / op_time.hbm_bytes_per_s(chip)
         matmul_s = max(weights.memory_s * share, weights.compute_s)
         if self.config.model.weight_dtype in EIGHT_BITS:
-            weight_bytes, rows = (
-                weights.memory_s * chip.hbm_bytes_per_s,
-                self.config.data.batch / rules.mesh.get("data", 1),
-            )
+            weight_bytes = weights.memory_s * chip.hbm_bytes_per_s
+            rows = self.config.data.batch / rules.mesh.get("data", 1)
             matmul_s = max(matmul_s, few_rows.widening_s(weight_bytes, rows, chip))
         attention_s = cache_bytes / op_time.hbm_bytes_per_s(chip)
         exposed = self._communication_s(rules, reading.transfers)
