@@ -31,12 +31,13 @@ compare --rules=fsdp --config=small.yaml --mesh=fsdp=2 --target=cpu:2 --phase=tr
 explain --program=train.py:step --target=cpu:2 | train.py:step
 explain fsdp8 dp8 --rows --config=small.yaml --target=cpu:8 --json=r.json --html=r.html | - weights.embed: fsdp
 compare dp8 zero1_8 --rows --config=small.yaml --target=v5e:2x4 | + optimizer.embed: data
-plan --config=small.yaml --target=v5e:1x1,h100:1 --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=v5e=2 --price=h100=3/1 --assume=preemptions_per_day=1 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
+plan --config=small.yaml --target=v5e:1x1,h100:1 --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=v5e=2 --price=h100=3/1 --assume=preemptions_per_day=1 --phase=train --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
 calibrate --platform=cpu --devices=8 --out=mine.yaml | wrote mine.yaml: calibrated on 20
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --chip=mine.yaml --steps=1 --workdir=runs/c | calibrated on 20
 explain --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=mine:2 --chip=mine.yaml | calibrated on 20
 compare dp8 fsdp8 --rows --config=small.yaml --target=mine:8 --chip=mine.yaml | + weights.embed: fsdp
 plan --config=small.yaml --target=mine:2 --chip=mine.yaml --minutes=0.0001 | 0 compiled
+plan --config=small.yaml --target=v5e:1x1 --phase=decode --minutes=0.0001 --json=d.json | 0 compiled
 explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=mine:2 --chip=mine.yaml --json=s.json | wrote s.json
 explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --set model.mlp=32 --port=0 --open --json=s.json | wrote s.json
 explore --program=train.py:step --target=cpu:2 --json=s.json | wrote s.json
