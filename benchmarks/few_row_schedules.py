@@ -55,7 +55,7 @@ def compile_product(name: str, dtype: str, rows: int) -> str:
         return jax.lax.scan(layer, x_BD, w_LDF)[0]
 
     given = array("bfloat16", rows, INNER), array(dtype, LAYERS, INNER, COLUMNS)
-    return jax.jit(layers).lower(*given).compile().as_text()
+    return jax.jit(layers).lower(*given).compile().as_text() or ""
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def test_warnings():
     codes = re.findall(r'Finding\(\s*"([\w-]+)"', source)
     for path in (ROOT / "gspmd_lm").glob("*/*.py"):
         codes += re.findall(r'Problem\([^"]*.*code="([\w-]+)"', path.read_text())
-    codes.append(problems.Problem.code)
+    codes += [problems.Problem.code, problems.UNUSED]
     explained = re.findall(r"^\| `([\w-]+)` \|", FORESIGHT[FORESIGHT.index("## Warnings") :], re.M)
     assert set(explained) == set(codes) and len(explained) == len(set(explained))
 

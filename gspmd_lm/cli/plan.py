@@ -36,7 +36,8 @@ def _define(flags: Flags) -> None:
     flags.text(
         "phase",
         "train",
-        "The step to plan for: train, or decode, which makes a token of each of data.batch rows with data.seq slots each.",
+        "The step to plan for: train, or decode, which makes a token of each of data.batch rows with data.seq slots "
+        "each.",
     )
     flags.several(
         "measured",
@@ -192,7 +193,10 @@ PLAN = Verb(
     [
         ("plan --config=llama3_8b --target=v5e:4x8 --out=mine.yaml", "Find the best layout, and write it."),
         ("plan --config=llama3_8b --target=v5e:4x8,v5p-32 --tokens=1e12", "Compare hardware for a trillion tokens."),
-        ("plan --config=llama3_8b --target=v5e:2x4 --phase=decode --set data.batch=8", "Find the best one to generate."),
+        (
+            "plan --config=llama3_8b --target=v5e:2x4 --phase=decode --set data.batch=8",
+            "Find the best one to generate.",
+        ),
     ],
     _define,
     run,

@@ -160,9 +160,7 @@ def _most_excessive(report: Report, axes: str, phase: str) -> str:
     return f"the {largest.kind} at {largest.op or largest.source}{repeated}{because}"
 
 
-def _reshards(
-    rules: Rules, moved: Sequence[Collective], looked_up: Collection[str], phase: str
-) -> Iterator[Finding]:
+def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[str], phase: str) -> Iterator[Finding]:
     """Exchanges that no table of the rules asks for: all-to-alls, permutes, and gathers of activations that no row for
     activations splits. Those of a look-up cost less than what would avoid them."""
     total = sum(one.bytes_per_device_per_step for one in moved)

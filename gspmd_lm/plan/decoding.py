@@ -3,17 +3,16 @@
 Such a step reads all weights and the whole cache, and computes little. So weights are split and never gathered, as many
 ways as there are devices that hold no copies of them. What a layout has a choice about is where the cache lies:
 
-  heads    where the matrices of its heads are, over tensor; whole on each device where its heads are too few
-  rows     its rows over context: queries move there and results back, which are two small all-to-alls
-           (arXiv 2211.05102, 3.3)
-  slots    its slots over context: all of them get the queries, and their shares of the result are summed up
+  heads    its heads where their matrices are; on each device where they are too few to be split
+  rows     its rows: queries move there and results back, which are two small all-to-alls (arXiv 2211.05102, 3.3)
+  slots    its slots: all of them get the queries, and their shares of the result are summed up
+  both     its heads over tensor, and its rows or its slots over context
 
 An estimate is the time in which a device reads what it holds, and that of what the traced step must send. Nothing hides
 behind compute, since each operation waits for the one before it.
 """
 
 import collections
-import functools
 import itertools
 import math
 import time
@@ -27,7 +26,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import bounds, explain
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import Transfer, read_step
-from gspmd_lm.foresight.timing import op_time
+from gspmd_lm.foresight.timing import few_rows, op_time
 from gspmd_lm.hardware.network import sent_bytes
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
@@ -36,6 +35,7 @@ from gspmd_lm.plan.overlap import Overlap, neighbours
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.problems import ShardingError
+from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Rules, divisors
 from gspmd_lm.sharding.shapes import bytes_per_device
 from gspmd_lm.train import decoder
@@ -49,7 +49,7 @@ class DecodeSpace:
         self.task, self.target = decoder.task(computed), target
         config = explain.generating_config(self.task)
         if target.chip is None:
-            raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   a target such as v5e:4x4 or h100:8")
+            raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   a target such as v5e:4x4")
         self.config = config
         self.refused = self.tables = self.left_out = 0
         self.notes: list[str] = []
@@ -98,35 +98,33 @@ class DecodeSpace:
         return iter(())
 
     def _layouts(self) -> Iterator[dict[str, Any]]:
-        model, data_config, devices = self.config.model, self.config.data, self.target.devices
+        model, asked, devices = self.config.model, self.config.data, self.target.devices
         sizes = {"vocab": model.vocab_rows, "heads": model.head_rows, "mlp": model.mlp}
-        for data, context in itertools.product(divisors(devices), divisors(devices)):
-            tensor, rest = divmod(devices, data * context)
-            if rest or data_config.batch % data:
+        for data, across in itertools.product(divisors(devices), divisors(devices)):
+            by_heads, rest = divmod(devices, data * across)
+            if rest or asked.batch % data or (across > 1 and by_heads > 1 and model.kv_head_rows % by_heads):
                 continue
-            mesh = {name: n for name, n in (("data", data), ("tensor", tensor), ("context", context)) if n > 1}
-            over = [name for name in ("tensor", "context") if name in mesh]
-            hidden = {axis: over for axis, size in sizes.items() if size % (tensor * context) == 0}
-            by_heads = tensor > 1 and model.kv_head_rows % tensor == 0
-            if (over and not hidden) or (tensor > 1 and context > 1 and not by_heads):
+            # The mesh axis that splits the cache by rows or slots is called tensor if it is the only one for weights.
+            name = "context" if by_heads > 1 else "tensor"
+            mesh = {"data": data, "tensor": by_heads} | ({name: across} if across > 1 else {})
+            mesh = {axis: size for axis, size in mesh.items() if size > 1}
+            over = _one_or_several(axis for axis in mesh if axis != "data")
+            hidden = {axis: over for axis, size in sizes.items() if over and size % (by_heads * across) == 0}
+            if over and not hidden:
                 continue
-            rules = {"batch": "data"} if data > 1 else {}
-            rules |= hidden | ({"kv_heads": "tensor"} if by_heads else {})
-            heads = "tensor" if by_heads else None
-            places: list[dict[str, Any]] = [{}]
-            if context > 1:
-                rows = [name for name in ("data", "context") if name in mesh]
-                by_rows = {f"{name}.batch": rows for name in ("cache", "decode_q", "decode_out")}
-                by_rows |= {"decode_q.heads": heads, "decode_out.heads": heads}
-                by_slots = {"cache.kv_seq": "context", "decode_q.heads": heads}
-                places = [by_rows] * (data_config.batch % (data * context) == 0)
-                places += [by_slots] * (data_config.seq % context == 0)
-            for place in places:
-                yield {"mesh": mesh or {"data": 1}, "rules": rules | place}
+            own = by_heads > 1 and model.kv_head_rows % by_heads == 0
+            rules = ({"batch": "data"} if data > 1 else {}) | hidden | ({"kv_heads": "tensor"} if own else {})
+            heads, rows = "tensor" if own else None, _one_or_several(axis for axis in ("data", name) if axis in mesh)
+            places: list[dict[str, Any]] = [{}] if across == 1 else []
+            if across > 1 and asked.batch % (data * across) == 0:
+                moved = {f"{array}.heads": heads for array in ("decode_q", "decode_out")}
+                places.append({f"{array}.batch": rows for array in ("cache", "decode_q", "decode_out")} | moved)
+            if across > 1 and asked.seq % across == 0:
+                places.append({"cache.kv_seq": name, "decode_q.heads": heads})
+            yield from ({"mesh": mesh or {"data": 1}, "rules": rules | place} for place in places)
 
     # Estimates
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019  (a space lives as long as its plan)
     def estimate(self, rules: Rules) -> Estimate:
         """The estimate for a step of decode under filled and checked rules."""
         chip = self.target.chip
@@ -141,6 +139,10 @@ class DecodeSpace:
         assert weights.memory_s is not None and weights.compute_s is not None
         share = chip.hbm_bytes_per_s / op_time.hbm_bytes_per_s(chip)
         matmul_s = max(weights.memory_s * share, weights.compute_s)
+        if self.config.model.weight_dtype in EIGHT_BITS:
+            weight_bytes = weights.memory_s * chip.hbm_bytes_per_s
+            rows = self.config.data.batch / rules.mesh.get("data", 1)
+            matmul_s = max(matmul_s, few_rows.widening_s(weight_bytes, rows, chip))
         attention_s = cache_bytes / op_time.hbm_bytes_per_s(chip)
         exposed = self._communication_s(rules, reading.transfers)
         held_bytes = sum(map(bytes_per_device, jax.tree.leaves(built.held)))
@@ -167,6 +169,12 @@ class DecodeSpace:
             size_bytes = one.bytes / sent_bytes(one.kind, 1.0, len(devices[0]))
             seconds[one.mesh_axes] += one.times_per_step * network.time_s(one.kind, size_bytes, devices)
         return dict(seconds)
+
+
+def _one_or_several(axes: Iterable[str]) -> str | list[str]:
+    """Mesh axes as a row of a rules file has them."""
+    several = [*axes]
+    return several[0] if len(several) == 1 else several
 
 
 def _describe(raw: Mapping[str, Any]) -> str:

@@ -51,8 +51,10 @@ def ranking(target: Target) -> RankBy:
     return "time" if target.chip else "bytes"
 
 
-def estimate_layouts(space: Space | DecodeSpace, until_s: float = math.inf, see: See = lambda _: None) -> list[Candidate]:
-    """Every layout of a space, with its estimate. until_s: see `Space.filled`. see: is told of each at once."""
+def estimate_layouts(
+    space: Space | DecodeSpace, until_s: float = math.inf, see: See = lambda _: None
+) -> list[Candidate]:
+    """Every layout of a space, with its estimate. until_s: see `Space.fill_layouts`. see: is told of each at once."""
     chip, estimate = space.target.chip, space.estimator.estimate
     limit_bytes = chip.usable_hbm_bytes if chip else None
     candidates = []

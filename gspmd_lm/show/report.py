@@ -201,7 +201,6 @@ def _time(report: Report) -> Section:
             f"{report.unit}/s per device", f"{prediction.tokens_per_s_per_device:,.0f}", f"MFU {prediction.mfu:.1%}"
         ),
         Fact("exposed communication", human_seconds(exposed_s), sent),
-        *_memory_bound(report),
     ]
     blocks: list[Block] = [
         Figure(time_bar(report, step_s)),
@@ -219,14 +218,6 @@ def _time(report: Report) -> Section:
     return Section("Step time", "predicted", blocks, facts)
 
 
-def _memory_bound(report: Report) -> list[Fact]:
-    """The share of the memory bound that a step of decode reaches."""
-    share, least_s = report.memory_bound_share, report.floor.memory_s
-    if share is None or least_s is None:
-        return []
-    return [Fact("memory bound", f"{share:.0%}", f"weights and cache are read once in {human_seconds(least_s)}")]
-
-
 def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]:
     floor, notes = report.floor, []
     if floor.compute_s is not None and floor.memory_s is not None:
@@ -237,6 +228,9 @@ def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]
             times = f": the step takes {ratio:.0f} times the larger, so the work is too small for the chip"
         least = f"compute {human_seconds(floor.compute_s)}, memory {human_seconds(floor.memory_s)}"
         notes.append(("floor, counted", f"{least}{times}"))
+    if report.memory_bound_share is not None and floor.memory_s is not None:
+        once = f"weights and cache are read once in {human_seconds(floor.memory_s)}"
+        notes.append(("memory bound", f"{report.memory_bound_share:.0%} of it is reached: {once}"))
     if floor.communication_bytes is not None:
         by_axis = ", ".join(f"{axis} {human_bytes(size)}" for axis, size in floor.communication_by_axis.items())
         least = f"{human_bytes(floor.communication_bytes)} sent{f': {by_axis}' if by_axis else ''}"

@@ -41,6 +41,7 @@ plan --config=small.yaml --target=mine:2,h100:1 --chip=mine.yaml --minutes=0.000
 plan --config=small.yaml --target=mine:2 --chip=mine.yaml --measured=runs/c --minutes=0.0001 | corrected by --measured=runs/c
 compare dp8 fsdp8 --rows --config=small.yaml --target=mine:8 --chip=mine.yaml | + weights.embed: fsdp
 explore --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=mine:2 --chip=mine.yaml --set model.mlp=32 --port=0 --open --json=s.json | wrote s.json
+plan --config=small.yaml --target=v5e:1x1 --phase=decode --minutes=0.0001 --json=d.json | 0 compiled
 explore --program=train.py:step --target=cpu:2 --json=s.json | wrote s.json
 convert --from=ODD --workdir=W --rules=dp2_tp4 --mesh=data=1,tensor=8 --platform=cpu --devices=8 --compile_cache=none --ignore=some_feature | ODD: Llama
 generate --workdir=W --rules=none --prompt=01 --max_new_tokens=3 --temperature=0.8 --top_k=5 --top_p=0.9 --min_p=0.01 --seed=1 --stop=zz --special | tokens

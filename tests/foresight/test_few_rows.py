@@ -7,12 +7,19 @@ from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import CHIPS
 
-DECODE, TRAIN = "jit(_decode)/layers/mlp/of.layers.mlp.w_up/dot_general", "jit(_train)/jvp(D)/layers/of.layers.mlp.w_up/dot_general"
+DECODE, TRAIN = (
+    "jit(_decode)/layers/mlp/of.layers.mlp.w_up/dot_general",
+    "jit(_train)/jvp(D)/layers/of.layers.mlp.w_up/dot_general",
+)
 
 
 def product(rows, inner, columns, cycles, dtype="s8", op=DECODE, on_chip=False):
     """A layer's weights, a slice of those of all layers, times a few rows, as libtpu fuses them."""
-    x, w, y = f"bf16[{rows},{inner}]{{1,0:T(8,128)(2,1)S(1)}}", f"{dtype}[4,{inner},{columns}]{{2,1,0:T(8,128)(2,1){'S(1)' * on_chip}}}", f"bf16[{rows},{columns}]{{1,0:T(8,128)(2,1)S(1)}}"
+    x, w, y = (
+        f"bf16[{rows},{inner}]{{1,0:T(8,128)(2,1)S(1)}}",
+        f"{dtype}[4,{inner},{columns}]{{2,1,0:T(8,128)(2,1){'S(1)' * on_chip}}}",
+        f"bf16[{rows},{columns}]{{1,0:T(8,128)(2,1)S(1)}}",
+    )
     one = w.replace("[4,", "[1,").replace("S(1)", "")
     matrix = one.replace("[1,", "[").replace("{2,1,0", "{1,0")
     given = f"  %x = {x} parameter(0)\n  %w = {w} parameter(1)\n  %i = s32[] parameter(2)\n"

@@ -154,7 +154,8 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
 
 # By default test_eight_bits.py has fsdp2_tp4 and latent attention, and cli/test_verbs.py has the same text under two.
 SLOW = ("dp2_tp4", "decode_tp8", "decode_tp8, latent", "fsdp2_tp4", "slots split, latent", "fsdp2_tp4, shared",
-        "kv_heads on every device", "queries move to rows, latent", "queries move to rows and slots", *MIXTURES)  # fmt: skip
+        "kv_heads on every device", "queries move to rows, latent", "queries move to rows and slots",
+        *MIXTURES)  # fmt: skip
 
 
 @pytest.mark.parametrize(

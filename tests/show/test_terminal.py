@@ -29,6 +29,14 @@ def test_pages(title, width):
     same_as_recorded("explain.txt", f"{title}, {width} columns", shown(REPORTS[title], width))
 
 
+def test_a_step_of_decode_says_which_share_of_the_memory_bound_it_reaches():
+    decode = dataclasses.replace(sample.LLAMA, phase="decode")
+    assert decode.prediction
+    share = decode.floor.memory_s / decode.prediction.step_time_s
+    assert re.search(rf"memory bound +{share:.0%} of it is reached: weights and cache are read once in \d", shown([decode], 120))
+    assert "memory bound" not in shown([sample.LLAMA], 120)
+
+
 @pytest.mark.parametrize("title", REPORTS)
 def test_the_first_lines_of_a_run(title):
     same_as_recorded("explain.txt", f"{title}, first lines", "\n".join(map(first_lines, REPORTS[title])))

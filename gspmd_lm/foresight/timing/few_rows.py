@@ -1,4 +1,4 @@
-"""What a product of few rows takes on a TPU. It reads its weights, or the cache, and multiplies each number a few times.
+"""What a product of few rows takes on a TPU. It reads its weights, or the cache, and uses each number a few times.
 
 libtpu 0.0.42.1 adds up the copies of an operand's windows and their products in the cycles that it estimates. In its
 schedules, which `benchmarks/few_row_schedules.py` reads, the next window is copied while one is multiplied. So the
@@ -6,7 +6,7 @@ longer of both counts. A TPU v5e reads 8 bits of a weight in 1.9 cycles for 1,02
 
 TPUs up to v4 have no instruction that unpacks 8 bits, and take 7 others for 1,024 numbers: longer than reading them.
 
-Train steps keep the compiler's estimates, with which constants of `op_time.py` were fitted. They have few such products.
+Train steps, which have few such products, keep the estimates with which constants of `op_time.py` were fitted.
 """
 
 import math
@@ -20,7 +20,7 @@ FEW = 128  # fewer rows than a matrix unit is wide
 LONGER = 2  # times the time of its bytes, from which on what a product computes decides
 REGISTER = 1024  # numbers
 # Cycles of a core that widen 1,024 numbers of 8 bits and multiply them with 8 rows, and with each row more.
-WIDENING = dict.fromkeys(("v2", "v3", "v4"), (3.5, 0.012))  # v2, v3: inferred
+WIDENING: dict[str, tuple[float, float]] = {name: (3.5, 0.012) for name in ("v2", "v3", "v4")}  # v2, v3: inferred
 _NARROW = ("s8", "f8")
 
 
@@ -36,12 +36,14 @@ def seconds(product: Instruction, matmul: Instruction, chip: Chip, memory_s: flo
         return None
     copies_s = product.moved_bytes["hbm"] / chip.hbm_bytes_per_s
     estimated_s = (product.estimated_cycles or 0) / chip.clock_hz
-    widening_s = 0.0
-    if widened and chip.compiler_name in WIDENING:
-        fixed, each_row = WIDENING[chip.compiler_name]
-        cycles = widened / REGISTER * (fixed + each_row * product.flops / (2 * widened))
-        widening_s = cycles / chip.tensor_cores / chip.clock_hz
-    return max(memory_s, units_s, estimated_s - copies_s, widening_s)
+    rows = product.flops / (2 * widened) if widened else 0.0
+    return max(memory_s, units_s, estimated_s - copies_s, widening_s(widened, rows, chip))
+
+
+def widening_s(numbers: float, rows: float, chip: Chip) -> float:
+    """The seconds in which a TPU widens numbers of 8 bits and multiplies them with some rows; 0 where it unpacks."""
+    fixed, each_row = WIDENING.get(chip.compiler_name, (0.0, 0.0))
+    return numbers / REGISTER * (fixed + each_row * rows) / chip.tensor_cores / chip.clock_hz
 
 
 def _widened_numbers(product: Instruction, matmul: Instruction) -> int:
