@@ -356,6 +356,8 @@ class _Training:
         self.last = self.meter.read(self.done, values)
         self.log.write(self.done, self.last | self.wall_time.totals())
         self.shown.line(self.done, self.last, self.meter.left_s(self.done))
+        if not self.is_main and (waiting := progress.waiting(self.last)):  # the first process shows its own share alone
+            _log.warning("process %d, step %d:%s", self.run.machine.process_index, self.done, waiting)
         if self.done == self.start + 1:
             self.say(f"step {self.done}: {self.meter.first_step_s:.2f} s, with one-time work; left out of step times")
 
