@@ -109,7 +109,8 @@ def _few_rows(rows: int, batch: int, about: str = "") -> list[str]:
 
 
 def _tokenizer(config: Config, rows: Loader) -> Tokenizer | None:
-    if config.model.patches and not config.model.vision and not config.data.fields:
+    """The tokenizer of the rows; None if there is no text in them."""
+    if isinstance(rows.rows, media.Rows) and not len(rows.rows.items[0].text):
         return None
     return load_tokenizer(str(rows.tokenizer or config.data.tokenizer))
 
