@@ -255,12 +255,12 @@ class _Training:
     def train(self, chosen: Chosen | None) -> dict[str, float]:
         """The values that were logged last, after the last step. chosen: the checkpoint that training goes on from."""
         run, start = self.run, self.start
+        self.say(saving.line(self.config, run.step.abstract_state))
         if report := run.programs.report:
             self.say(report.lines)
         has_peak = self.meter.peak_flops_per_s is not None
         unit = self.meter.unit
         self.shown = progress.Shown(run.console, start, self.stop, main=self.is_main, mfu=has_peak, unit=unit)
-        self.say(saving.line(self.config, run.step.abstract_state))
         with (
             StopSignal(lambda: self.agreed.want("stop")),
             self.agreed,
