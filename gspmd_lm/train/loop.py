@@ -313,7 +313,7 @@ class _Training:
         """Says what the steps read, and what the source can deliver, which some rows are read for."""
         rows, report = self.run.rows[0], self.run.programs.report
         if self.is_main and isinstance(rows, Loader):
-            step_time = reading.step_time(report and report.step_time_s, self.log.wall_s, self.start)
+            step_time = reading.find_step_time(report and report.step_time_s, self.log.wall_s, self.start)
             span, count = (self.start, self.stop), self.run.machine.process_count
             with self.wall_time.spending("start"):
                 self.say(reading.describe(rows, self.run.step.batch_shardings, span, step_time, count))
@@ -356,8 +356,6 @@ class _Training:
         self.last = self.meter.read(self.done, values)
         self.log.write(self.done, self.last | self.wall_time.totals())
         self.shown.line(self.done, self.last, self.meter.left_s(self.done))
-        if not self.is_main and (waiting := progress.waiting(self.last)):  # the first process shows its own share alone
-            _log.warning("process %d, step %d:%s", self.run.machine.process_index, self.done, waiting)
         if self.done == self.start + 1:
             self.say(f"step {self.done}: {self.meter.first_step_s:.2f} s, with one-time work; left out of step times")
 
