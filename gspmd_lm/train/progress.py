@@ -183,7 +183,7 @@ def _end_of(values: Any) -> float:
 
 
 class Shown:
-    """The lines and the bar of a run from step `start` to step `stop`. All but the first process tell of waits alone."""
+    """The lines and the bar of a run from step `start` to step `stop`. Other processes than the first tell of waits."""
 
     def __init__(self, console: Console, start: int, stop: int, *, main: bool, mfu: bool, unit: str = "tokens"):
         """mfu: whether the peak of the devices is known, so that lines have that column. unit: tokens or rows."""
