@@ -73,7 +73,7 @@ def look(config: Config, progress: Progress | None = None) -> Overview:
     train, held_out = loaders.open_loaders(config, progress)
     count = min(ROWS, len(train.rows))
     numbers = train.indices_at(0, range(min(count, train.batch)))
-    tokenizer = _tokenizer(config, train)
+    tokenizer = _open_tokenizer(config, train)
     shown = train.rows_at(0, range(len(numbers)))
     rows = [
         _show_item(train.rows.items[int(number)], int(number), tokenizer)
@@ -81,7 +81,7 @@ def look(config: Config, progress: Progress | None = None) -> Overview:
         else _show_row(train, {name: array[i] for name, array in shown.items()}, int(number), tokenizer, config)
         for i, number in enumerate(numbers)
     ]
-    sides = [_side(one) for one in (train, held_out) if one]
+    sides = [_describe_side(one) for one in (train, held_out) if one]
     return Overview(
         batch=train.batch,
         training=sides[0],
@@ -90,15 +90,15 @@ def look(config: Config, progress: Progress | None = None) -> Overview:
         tokenizer=_describe_tokenizer(config, train, tokenizer),
         speed=speed.measure_speed(train, np.arange(train.batch)),
         rows=rows,
-        warnings=_few_rows(len(train.rows), train.batch),
+        warnings=_warn_of_few_rows(len(train.rows), train.batch),
     )
 
 
-def _side(rows: Loader) -> Side:
+def _describe_side(rows: Loader) -> Side:
     return Side(len(rows.rows), rows.tokens, rows.description.partition("\n")[0].partition(": ")[2])
 
 
-def _few_rows(rows: int, batch: int, about: str = "") -> list[str]:
+def _warn_of_few_rows(rows: int, batch: int, about: str = "") -> list[str]:
     """A warning if there are fewer rows than a batch has."""
     if rows >= batch:
         return []
@@ -108,8 +108,9 @@ def _few_rows(rows: int, batch: int, about: str = "") -> list[str]:
     ]
 
 
-def _tokenizer(config: Config, rows: Loader) -> Tokenizer | None:
-    if config.model.patches and not config.model.vision and not config.data.fields:
+def _open_tokenizer(config: Config, rows: Loader) -> Tokenizer | None:
+    """The tokenizer of the rows; None if there is no text in them."""
+    if isinstance(rows.rows, media.Rows) and not len(rows.rows.items[0].text):
         return None
     return load_tokenizer(str(rows.tokenizer or config.data.tokenizer))
 
@@ -147,15 +148,15 @@ def _show_row(
     for segment in range(1, int(segment_ids.max(initial=0)) + 1):
         if "source_tokens" in arrays:
             source = arrays["source_tokens"][arrays["source_segment_ids"] == segment]
-            segments.append(("source", _pieces(tokenizer, source, np.zeros(len(source), bool))))
+            segments.append(("source", _part_text(tokenizer, source, np.zeros(len(source), bool))))
             text = arrays["targets"][segment_ids == segment]
-            segments.append(("text", _pieces(tokenizer, text, text >= 0)))
+            segments.append(("text", _part_text(tokenizer, text, text >= 0)))
         else:
             inside = segment_ids == segment
             name = names[segment - 1] if names else ""
-            segments.append((name, _pieces(tokenizer, ids[inside], learnt[inside])))
+            segments.append((name, _part_text(tokenizer, ids[inside], learnt[inside])))
     if "labels" in arrays:
-        label = _label(arrays["labels"], rows.classes, config.data.label_kind)
+        label = _name_label(arrays["labels"], rows.classes, config.data.label_kind)
         segments.append((config.data.label, [Piece(label, True)]))
     return ShownRow(number, segments, count, int(np.count_nonzero(learnt)), width - count)
 
@@ -169,19 +170,19 @@ def _with_next(arrays: Mapping[str, np.ndarray], count: int) -> tuple[np.ndarray
     return ids, learnt, np.concatenate([segment_ids, segment_ids[-1:]])[: len(ids)]
 
 
-def _pieces(tokenizer: Tokenizer | None, ids: np.ndarray, learnt: np.ndarray) -> list[Piece]:
+def _part_text(tokenizer: Tokenizer | None, ids: np.ndarray, learnt: np.ndarray) -> list[Piece]:
     """The text of tokens, parted where it begins or ends to be predicted. Without a tokenizer it has their numbers."""
     bounds = [0, *(1 + np.flatnonzero(np.diff(learnt))), len(ids)] if len(ids) else []
     pieces = []
     for start, stop in itertools.pairwise(map(int, bounds)):
         first = max(0, start - _BEFORE)
-        before, whole = _text(tokenizer, ids[first:start]), _text(tokenizer, ids[first:stop])
-        text = whole.removeprefix(before) if whole.startswith(before) else _text(tokenizer, ids[start:stop])
+        before, whole = _decode(tokenizer, ids[first:start]), _decode(tokenizer, ids[first:stop])
+        text = whole.removeprefix(before) if whole.startswith(before) else _decode(tokenizer, ids[start:stop])
         pieces.append(Piece(text, bool(learnt[start])))
     return pieces
 
 
-def _text(tokenizer: Tokenizer | None, ids: np.ndarray) -> str:
+def _decode(tokenizer: Tokenizer | None, ids: np.ndarray) -> str:
     if tokenizer is None:
         return "".join(f"{i} " for i in ids)
     if isinstance(tokenizer, HuggingFace):
@@ -190,7 +191,7 @@ def _text(tokenizer: Tokenizer | None, ids: np.ndarray) -> str:
     return BYTES_END.join(map(tokenizer.decode, parts)).decode("utf-8", "replace")
 
 
-def _label(value: Any, classes: Sequence[str], kind: str) -> str:
+def _name_label(value: Any, classes: Sequence[str], kind: str) -> str:
     if kind == "number":
         return f"{float(value):g}"
     if kind == "classes":
@@ -204,7 +205,7 @@ def _show_item(item: media.Item, number: int, tokenizer: Tokenizer | None) -> Sh
     if item.label:
         segments.append(("label", [Piece(item.label, True)]))
     if len(item.text) and tokenizer:
-        segments.append(("text", _pieces(tokenizer, item.text, np.ones(len(item.text), bool))))
+        segments.append(("text", _part_text(tokenizer, item.text, np.ones(len(item.text), bool))))
     if item.mask:
         segments.append(("mask", [Piece(item.mask.place, True)]))
     return ShownRow(number, segments, len(item.text), len(item.text), 0)
@@ -241,7 +242,7 @@ def _check(config: Config) -> Iterator[str]:
         lines, count, about = *_look_at_texts(config), "about "
         yield from lines
     if count is not None:
-        yield from (f"warning: data: {line}" for line in _few_rows(count, data.batch, about))
+        yield from (f"warning: data: {line}" for line in _warn_of_few_rows(count, data.batch, about))
 
 
 def _look_at_texts(config: Config) -> tuple[list[str], int | None]:

@@ -50,7 +50,7 @@ def measure_speed(loader: Loader, batch_rows: np.ndarray, step: int = 0) -> Spee
             list(pool.map(lambda at: loader.rows_at(at, batch_rows), together))
             first = together.stop
     seconds = time.perf_counter() - began
-    return Speed((first - step - 1) * len(batch_rows), seconds, row_bytes(loader))
+    return Speed((first - step - 1) * len(batch_rows), seconds, mean_row_bytes(loader))
 
 
 def describe_speed(speed: Speed) -> str:
@@ -59,7 +59,7 @@ def describe_speed(speed: Speed) -> str:
     return f"{human_short(speed.rows_per_s)} rows/s{size} (measured on {speed.rows:,} rows)"
 
 
-def row_bytes(loader: Loader) -> float:
+def mean_row_bytes(loader: Loader) -> float:
     """The bytes that a row has in its source, on average over the rows of a run; 0 if it has none there."""
     if not isinstance(loader.rows, packing.Joined):
         return _mean_bytes(loader.rows)

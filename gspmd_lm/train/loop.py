@@ -259,12 +259,12 @@ class _Training:
     def train(self, chosen: Chosen | None) -> dict[str, float]:
         """The values that were logged last, after the last step. chosen: the checkpoint that training goes on from."""
         run, start = self.run, self.start
+        self.say(saving.line(self.config, run.step.abstract_state))
         if report := run.programs.report:
             self.say(report.lines)
         has_peak = self.meter.peak_flops_per_s is not None
         unit = self.meter.unit
         self.shown = progress.Shown(run.console, start, self.stop, main=self.is_main, mfu=has_peak, unit=unit)
-        self.say(saving.line(self.config, run.step.abstract_state))
         with (
             StopSignal(lambda: self.agreed.want("stop")),
             self.agreed,
@@ -325,7 +325,7 @@ class _Training:
         """Says what the steps read, and what the source can deliver, which some rows are read for."""
         rows, report = self.run.rows[0], self.run.programs.report
         if self.is_main and isinstance(rows, Loader):
-            step_time = reading.step_time(report and report.step_time_s, self.log.wall_s, self.start)
+            step_time = reading.find_step_time(report and report.step_time_s, self.log.wall_s, self.start)
             span, count = (self.start, self.stop), self.run.machine.process_count
             with self.wall_time.spending("start"):
                 self.say(reading.describe(rows, self.run.step.batch_shardings, span, step_time, count))

@@ -1,6 +1,7 @@
 """The progress of a run: values and a line at each log, a bar on terminals, and traces of steps."""
 
 import contextlib
+import logging
 import math
 import statistics
 import tempfile
@@ -22,6 +23,7 @@ from gspmd_lm.train.programs import MeasuredStep
 from gspmd_lm.units import human_clock, human_short
 from gspmd_lm.workdir.wall_time import WallTime
 
+_log = logging.getLogger(__name__)
 SHORT = {"tokens": "tok", "rows": "rows"}  # the unit of a speed -> its abbreviation
 XPLANE = ".xplane.pb"  # the end of the name of a profiler's file with all events
 HEADED = 20  # a heading stands above every so many lines
@@ -183,7 +185,7 @@ class _Device:
 
     def follow(self, values: Any) -> None:
         """From now on, the end of the step whose results these are counts."""
-        self._end = self._thread.submit(_time_of, values)
+        self._end = self._thread.submit(_end_of, values)
 
     def idle_s(self, began: float) -> float:
         """For how many seconds since `began` there was nothing to do."""
@@ -193,14 +195,14 @@ class _Device:
         return now - max(began, end.result()) if end.done() and not end.exception() else 0.0
 
 
-def _time_of(values: Any) -> float:
+def _end_of(values: Any) -> float:
     """The time at which values are computed."""
     jax.block_until_ready(values)
     return time.perf_counter()
 
 
 class Shown:
-    """The lines and the bar of a run from step `start` to step `stop`. Only the first process shows any."""
+    """The lines and the bar of a run from step `start` to step `stop`. Other processes than the first tell of waits."""
 
     def __init__(self, console: Console, start: int, stop: int, *, main: bool, mfu: bool, unit: str = "tokens"):
         """mfu: whether the peak of the devices is known, so that lines have that column. unit: tokens or rows."""
@@ -236,6 +238,8 @@ class Shown:
         values = values if left_s is None else {**values, "left_s": left_s}
         self.loss = f"loss {_digits(values['loss'], 5)}"
         if not self.main:
+            if waiting := describe_wait(values):  # the line of the first process shows its own share alone
+                _log.warning("process %d, step %d:%s", jax.process_index(), step, waiting)
             return
         self.bar.update(self.task, loss=self.loss)
         if self.lines % HEADED == 0:
@@ -267,10 +271,10 @@ def line(step: int, stop: int, values: Mapping[str, float], mfu: bool, unit: str
     Behind them stands the share of the time in which the devices waited for data, if it is large.
     """
     cells = [f"{show(values[key]) if key in values else '-':>{width}}" for _, width, key, show in _columns(mfu, unit)]
-    return _step(step, stop, values["loss"]) + "".join(cells) + waiting(values)
+    return _step(step, stop, values["loss"]) + "".join(cells) + describe_wait(values)
 
 
-def waiting(values: Mapping[str, float]) -> str:
+def describe_wait(values: Mapping[str, float]) -> str:
     """'  31% waiting for data', if steps did so for a share of their time that should be known; '' if not."""
     waited_s, step_time_s = values.get("data_wait_s", 0.0), values.get("step_time_s", 1.0)
     is_long = waited_s >= max(WAITING_S, WAITING * step_time_s)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from gspmd_lm.data.loader import Loader
-from gspmd_lm.data.speed import describe_speed, measure_speed, row_bytes
+from gspmd_lm.data.speed import describe_speed, mean_row_bytes, measure_speed
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.units import human_bytes, human_count, human_seconds, human_short
 
@@ -18,7 +18,7 @@ class StepTime(NamedTuple):
     known: str  # predicted, or measured
 
 
-def step_time(predicted_s: float | None, wall_s: Mapping[str, float], steps: int) -> StepTime | None:
+def find_step_time(predicted_s: float | None, wall_s: Mapping[str, float], steps: int) -> StepTime | None:
     """The time of a step, as predicted, or as earlier starts had it; None if neither is known.
 
     wall_s: where the time of earlier starts went, in `steps` steps.
@@ -43,7 +43,7 @@ def describe(
     steps, local = span[1] - span[0], rows.local_rows(shardings)
     local = local[local < rows.batch]  # those of padding are not read
     count, wanted = steps * rows.batch, len(local) / step.seconds if step else 0.0
-    mean_bytes = row_bytes(rows)
+    mean_bytes = mean_row_bytes(rows)
     step_bytes = len(local) * mean_bytes
     tokens = f", {human_count(count * rows.tokens / len(rows.rows))} tokens" if rows.tokens else ""
     epochs = "" if rows.shares else f": {count / len(rows.rows):.3g} epochs"

@@ -28,6 +28,7 @@ train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --platform=cpu --devices=8 
 train --workdir=runs/a --steps=2 --step=1 --elastic | restored step 1 of
 data --config=small.yaml --set data.batch=4 --json=l.json --html=l.html | Rows: tokens that are predicted are [[in brackets]]
 tokenize --config=small.yaml --set data.source=book.txt --set data.tokenizer=bytes --set data.held_out=0.0 --out=made | train on them: --set data.source=
+data --set data.source=made | held-out rows none
 plot --workdir=runs/a --html=a.html | a.html
 explain --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --phase=train --json=e.json --html=e.html --export=step.bin --assume=notice_s=9 --price=v5e=2/1 --set model.mlp=32 | on cpu:2, 2 simulated devices
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --set model.mlp=32 --executable=step.bin --trust --steps=1 --workdir=runs/b | loaded, not compiled

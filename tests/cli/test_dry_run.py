@@ -17,14 +17,18 @@ def test_dry_run(run):
     assert "tiny under fsdp2_tp4: 920,704 parameters, mesh fsdp=2 tensor=4".replace(" tensor", " x tensor") in out
     for total in ("weights", "optimizer", "gradients", "sum"):
         assert f"\n  {total} " in out
+    assert "\ndata: the standard library's " in out and " rows for training, by the first " in out
 
 
 def test_arrays_are_drawn_without_a_compiler(run, tmp_path):
     page = tmp_path / "page.html"
-    code, out, err = run("--rules=fsdp2_tp4", "--dry_run", "--show=wq, residual", f"--html={page}")
+    wrong = "--set=data.source=nowhere"
+    code, out, err = run("--rules=fsdp2_tp4", "--dry_run", "--show=wq, residual", f"--html={page}", wrong)
     assert (code, err) == (0, "")
     assert "layers.attention.wq  layers 4" in out and "│  0 4  │" in out and "remat block" in out
     assert "bytes per device" not in out and 'class="blocks"' in page.read_text()
+    assert "\nwarning: data: data.source: nowhere matches no file" in out, "nothing of the layout depends on it"
+    assert "<dt>warning</dt><dd>data: data.source: nowhere matches no file" in page.read_text()
 
 
 @pytest.mark.parametrize(

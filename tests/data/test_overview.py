@@ -8,7 +8,7 @@ import pytest
 
 from gspmd_lm.data import making, overview
 from gspmd_lm.data.tokenize import tokenize
-from tests.data import conversations
+from tests.data import conversations, test_image_rows, test_sound_rows
 from tests.data.test_tokens import FULL, KINDS
 from tests.data.test_tokens import _config as config_of
 
@@ -23,6 +23,7 @@ def folder(tmp_path, monkeypatch):
     texts = [{"text": f"the {'very ' * (i % 5)}old text {i} is here"} for i in range(300)]
     for name, lines in (("chat", chats), ("records", records), ("a", texts)):
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path
 
 
 def _rows(looked):
@@ -84,6 +85,24 @@ def test_few_rows_skipped_files_and_a_trained_tokenizer(folder):
     assert looked.evaluation is None and looked.notes == ["skipped, unknown ending: texts/b.bin"]
     assert "bpe:270, trained on the source: " in looked.tokenizer and "/cache/tokenizers/" in looked.tokenizer
     assert len(_rows(looked)) == len({row for row, _, _ in _rows(looked)}) == min(3, looked.training.rows)
+
+
+def test_images_and_sounds_are_named_with_what_belongs_to_them(folder):
+    (folder / "pictures/cat").mkdir(parents=True)
+    (folder / "pictures/dog").mkdir()
+    for number, name in enumerate(("cat", "dog")):
+        test_image_rows.drawn(number).save(folder / "pictures" / name / "a.png")
+    (folder / "table.csv").write_text("file,text\na.wav,hello\n")
+    test_sound_rows.written(folder / "a.wav", test_sound_rows.spoken(1, 0.1))
+    images = test_image_rows.config_of("pictures", held_out=0, model={"classes.count": 2}, batch=2)
+    looked = overview.look(images)
+    assert sorted(_rows(looked)) == [(0, "file", "pictures/cat/a.png"), (0, "label", "[cat]"),
+                                     (1, "file", "pictures/dog/a.png"), (1, "label", "[dog]")]  # fmt: skip
+    assert looked.tokenizer == "" and looked.training.tokens == 0 and looked.speed.row_bytes > 100
+    assert overview.check(images) == ["data: images and sounds are read when a run starts; the verb data looks at them"]
+    looked = overview.look(test_sound_rows.config_of("table.csv"))
+    assert _rows(looked) == [(0, "file", f"table.csv:2: {Path('a.wav')}"), (0, "text", "[\x05\x06hello<end>]")]
+    assert looked.tokenizer.startswith("bytes: ")
 
 
 def test_a_check_tokenizes_nothing_and_names_what_is_wrong(monkeypatch):

@@ -56,7 +56,7 @@ def shown(terminal, **options):
     return progress.Shown(console, 0, 100, **{"main": True, "mfu": False} | options), console.file
 
 
-def test_headings_come_again_and_skipped_steps_are_said():
+def test_headings_come_again_and_skipped_steps_are_said(caplog):
     lines, file = shown(False)
     for step in range(1, 42):
         lines.line(step, LARGEST | {"skipped_steps": 3.0 * (step >= 30)}, 5.0)
@@ -67,7 +67,9 @@ def test_headings_come_again_and_skipped_steps_are_said():
     ]
     silent, file = shown(False, main=False)
     silent.line(1, LARGEST, None)
-    assert file.getvalue() == ""
+    assert file.getvalue() == "" == caplog.text
+    silent.line(2, LARGEST | {"data_wait_s": 0.5}, None)
+    assert file.getvalue() == "" and "process 0, step 2:  50% waiting for data" in caplog.text
 
 
 def test_the_bar_of_a_terminal():
@@ -140,4 +142,4 @@ def test_a_wait_for_rows_counts_only_while_the_devices_have_nothing_to_do(monkey
     line = progress.line(5, 9, LARGEST | {"data_wait_s": 0.32, "step_time_s": 0.999}, mfu=True)
     assert line.endswith(" 99d00h  32% waiting for data")
     for waited_s, step_time_s in ((0.09, 0.999), (0.0049, 0.01)):  # a small share, and a short time
-        assert progress.waiting({"data_wait_s": waited_s, "step_time_s": step_time_s}) == ""
+        assert progress.describe_wait({"data_wait_s": waited_s, "step_time_s": step_time_s}) == ""

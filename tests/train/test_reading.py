@@ -46,13 +46,13 @@ def test_lines_of_a_source(step, processes, lines, monkeypatch):
     rows = Loader(rows=range(640), batch=32, seed=0, repeat=True, description="", fingerprint="", tokens=6400,
                   padded_batch=40)  # fmt: skip
     monkeypatch.setattr(Loader, "local_rows", lambda *_: np.asarray([0, 1, 2, 3, 28, 29, 30, 31, 39]))
-    monkeypatch.setattr(reading, "row_bytes", lambda _: 1000.0)
+    monkeypatch.setattr(reading, "mean_row_bytes", lambda _: 1000.0)
     monkeypatch.setattr(reading, "measure_speed", lambda _, local, at: Speed(8 * len(local), 0.64, 1000.0))
     said = reading.describe(rows, {}, (10, 50), step, processes).splitlines()
     assert said == ["steps    40 steps read 1,280 rows, 12,800 tokens: 2 epochs", *lines]
 
 
 def test_the_time_of_a_step_is_predicted_or_that_of_earlier_starts():
-    assert reading.step_time(0.5, {"steps": 8.0}, 4) == (0.5, "predicted")
-    assert reading.step_time(None, {"steps": 8.0}, 4) == (2.0, "measured before")
-    assert reading.step_time(None, {}, 0) is None
+    assert reading.find_step_time(0.5, {"steps": 8.0}, 4) == (0.5, "predicted")
+    assert reading.find_step_time(None, {"steps": 8.0}, 4) == (2.0, "measured before")
+    assert reading.find_step_time(None, {}, 0) is None
