@@ -7,6 +7,8 @@ import dataclasses
 import gc
 import itertools
 import os
+import subprocess
+import types
 from pathlib import Path
 
 import jax
@@ -16,11 +18,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import with_values
+from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
-from tests import courses
+from tests import courses, forked
 
 startup.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
 jax.devices()  # now, since the first run would set how many there are
@@ -57,6 +60,15 @@ def caches(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GSPMD_LM_CACHE", str(folder / "caches"))
         yield folder / "caches"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilers_are_forked():
+    """Other processes compile programs, as for users, but these have imported jax when they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        pipes = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL")}
+        patch.setattr(compile, "subprocess", types.SimpleNamespace(run=forked.run, **pipes))
+        yield
 
 
 @pytest.fixture(autouse=True)
