@@ -3,6 +3,7 @@
 SIMULATED_DEVICES=16 gives sixteen, which some slow tests ask for.
 """
 
+import asyncio
 import dataclasses
 import gc
 import itertools
@@ -18,6 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import with_values
+from gspmd_lm.explore import jobs
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.runtime import startup
@@ -63,11 +65,12 @@ def caches(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compilers_are_forked():
-    """Other processes compile programs, as for users, but these have imported jax when they start."""
+def compilers_and_workers_are_forked():
+    """Other processes compile programs and estimate layouts, as for users, but these begin with jax imported."""
     with pytest.MonkeyPatch.context() as patch:
-        pipes = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL")}
-        patch.setattr(compile, "subprocess", types.SimpleNamespace(run=forked.run, **pipes))
+        patch.setattr(compile, "subprocess", types.SimpleNamespace(**vars(subprocess) | {"run": forked.run}))
+        started = {"create_subprocess_exec": forked.start}
+        patch.setattr(jobs, "asyncio", types.SimpleNamespace(**vars(asyncio) | started))
         yield
 
 
