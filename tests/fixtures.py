@@ -3,10 +3,13 @@
 SIMULATED_DEVICES=16 gives sixteen, which some slow tests ask for.
 """
 
+import asyncio
 import dataclasses
 import gc
 import itertools
 import os
+import subprocess
+import types
 from pathlib import Path
 
 import jax
@@ -16,11 +19,13 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import with_values
+from gspmd_lm.explore import jobs
+from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
-from tests import courses
+from tests import courses, forked
 
 startup.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
 jax.devices()  # now, since the first run would set how many there are
@@ -58,6 +63,16 @@ def caches(tmp_path_factory):
         patch.setenv("GSPMD_LM_CACHE", str(folder / "caches"))
         patch.setenv("GSPMD_LM_RUNS", str(folder / "runs"))
         yield folder / "caches"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilers_and_workers_are_forked():
+    """Other processes compile programs and estimate layouts, as for users, but these begin with jax imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "subprocess", types.SimpleNamespace(**vars(subprocess) | {"run": forked.run}))
+        started = {"create_subprocess_exec": forked.start}
+        patch.setattr(jobs, "asyncio", types.SimpleNamespace(**vars(asyncio) | started))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -105,6 +105,7 @@ def test_processes_that_end_or_take_too_long_are_started_anew(tiny, monkeypatch)
     os.killpg(tiny.workbench._layouts._job._process.pid, signal.SIGSTOP)  # it answers no more
     layers = tiny.workbench._layers._job
     os.killpg(layers._process.pid, signal.SIGKILL)
+    monkeypatch.setattr(jobs, "LOOK_S", 0.1)
     monkeypatch.setattr(jobs, "LONGEST_S", 0.1)
     tiny.post("edit", text=good["inputs"]["text"] + "remat: block\n")
     late = tiny.until(lambda state: state["busy"] is None)

@@ -1,6 +1,7 @@
 """Programs compiled for targets, each once for all tests of a run."""
 
 import dataclasses
+import subprocess
 
 import pytest
 
@@ -27,6 +28,7 @@ def programs_of_simulated_devices_are_compiled_here(lines_of_python):
 def another_process(monkeypatch):
     """Every program is compiled in another process, as for users."""
     monkeypatch.setattr(compile, "_run_compiler", RUN_COMPILER)
+    monkeypatch.setattr(compile, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")
