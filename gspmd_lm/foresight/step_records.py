@@ -212,11 +212,11 @@ def correct(target: Target, records: Sequence[StepRecord], place: str) -> Target
         )
     traced = [one for one in alike if one.slowdowns]
     found = _mean([one.slowdowns for one in traced] or [_overall(one) for one in alike])
-    if traced:
-        longer = ", ".join(f"{name} {factor:.3g}" for name, factor in found.items())
-    else:
+    words = {name: name if name in KINDS else f"collectives over {name}" for name in found}
+    longer = ", ".join(f"{words[name]} {factor:.3g}" for name, factor in found.items())
+    if not traced:
         longer = f"everything {found['other']:.3g}, since no trace tells parts apart"
-    note = f"corrected by {place}, times as long: {longer}"
+    note = f"corrected by {place} (times as long: {longer})"
     chip = dataclasses.replace(chip, slowdowns=scale_slowdowns(chip.slowdowns, found), note=note)
     return dataclasses.replace(target, chip=chip)
 

@@ -55,7 +55,7 @@ def test_a_chip_is_corrected_by_runs():
     place = targets.parse("v5e:2x2")
     one = step_records.correct(place, [RECORD, TRACED], "--measured=b").chip
     assert dict(one.slowdowns) == pytest.approx({"matmul": 2.0, "ici": 8.0})
-    assert one.note == "corrected by --measured=b, times as long: matmul 2, ici 8"
+    assert one.note == "corrected by --measured=b (times as long: matmul 2, collectives over ici 8)"
     other = dataclasses.replace(TRACED, slowdowns={"matmul": 0.5, "attention": 3.0})
     mean = step_records.correct(place, [TRACED, other], "-").chip
     assert dict(mean.slowdowns) == pytest.approx({"matmul": 1.0, "ici": 8.0, "attention": 3.0})
