@@ -121,11 +121,16 @@ def record(report: Report, measured: MeasuredStep, network: Network, device: str
     )
 
 
-def read_trace(record: StepRecord, measured: MeasuredStep, text: str, network: Network) -> StepRecord:
-    """The record with the parts of its step that the run's trace shows. text: of the compiled program."""
+def read_trace(
+    record: StepRecord, measured: MeasuredStep, text: str, network: Network, partitions: Mapping[int, int]
+) -> StepRecord:
+    """The record with the parts of its step that the run's trace shows.
+
+    text: of the compiled program. partitions: of it, those of the devices of this process.
+    """
     assert measured.trace
     module = hlo.parse(text, network.slices)
-    traced = traced_step(measured.trace.read_bytes(), measured.traced_steps, module, network)
+    traced = traced_step(measured.trace.read_bytes(), measured.traced_steps, module, network, partitions)
     found = traced.slowdowns(module, network) if network.chip else {}
     return dataclasses.replace(record, traced_s=traced.step_time_s, measured_parts_s=traced.parts_s, slowdowns=found)
 
