@@ -402,9 +402,9 @@ def _report_step(built: Step, problems: Sequence[Problem], session: Session) -> 
 
     def report_step(compiled: Any, traced: Any, options: Mapping[str, Any], compile_s: float) -> PreRunReport:
         devices = target.from_devices(list(built.mesh.devices.flat), session.chip_file)
-        reading = read_train(built, traced)
-        program = compile.describe_compiled(built, compiled, reading, options, devices, compile_s)
         try:
+            reading = read_train(built, traced)
+            program = compile.describe_compiled(built, compiled, reading, options, devices, compile_s)
             report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
         except Exception as error:  # a run does not end because nothing can be said of it
             return PreRunReport(f"warning: nothing is predicted ({_reason(error)})", None, lambda _: None, 0, 0.0, None)
@@ -417,7 +417,9 @@ def _report_step(built: Step, problems: Sequence[Problem], session: Session) -> 
         return PreRunReport(
             first_lines(report, [problem.message for problem in problems]),
             report.prediction.step_time_s if report.prediction else None,
-            functools.partial(_compare_step, session, compiled, report, explain.network(program, built.rules, devices)),
+            functools.partial(
+                _compare_step, session, compiled, report, explain.network(program, built.rules, devices), built
+            ),
             report.memory.peak_bytes,
             report.floor.flops * built.mesh.size,
             devices.chip and devices.chip.peak_bf16_flops_per_s,
@@ -426,12 +428,16 @@ def _report_step(built: Step, problems: Sequence[Problem], session: Session) -> 
     return report_step
 
 
-def _compare_step(session: Session, compiled: Any, report: Report, network: Network, measured: MeasuredStep) -> None:
+def _compare_step(
+    session: Session, compiled: Any, report: Report, network: Network, built: Step, measured: MeasuredStep
+) -> None:
     """Keeps a measured step beside the predicted one, and says how they differ. Whatever fails is a warning."""
     record = step_records.record(report, measured, network, session.machine.device_kind)
     if measured.trace:
         try:
-            record = step_records.read_trace(record, measured, compiled.as_text(), network)
+            record = step_records.read_trace(
+                record, measured, compiled.as_text(), network, target.local_partitions(built.mesh)
+            )
         except Exception as error:  # the run has reached its end, whatever its trace holds
             session.say(f"warning: {measured.trace}: the parts of a step are not known ({_reason(error)})")
     try:

@@ -44,7 +44,11 @@ def _define(flags: Flags) -> None:
     flags.text("executable", None, "Run the train step that explain --export compiled, instead of compiling it here.")
     flags.yes_no("trust", "Accept an --executable that was exported elsewhere. It can run any code as you.")
     on_chip(flags)
-    flags.text("profile", None, "START:STOP: write a trace of these steps into the workdir.")
+    flags.text(
+        "profile",
+        None,
+        "START:STOP: write a trace of these steps into the workdir, and compare their parts with the prediction.",
+    )
     flags.text(
         "train_tokenizer",
         None,

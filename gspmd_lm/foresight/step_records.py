@@ -121,11 +121,16 @@ def record(report: Report, measured: MeasuredStep, network: Network, device: str
     )
 
 
-def read_trace(record: StepRecord, measured: MeasuredStep, text: str, network: Network) -> StepRecord:
-    """The record with the parts of its step that the run's trace shows. text: of the compiled program."""
+def read_trace(
+    record: StepRecord, measured: MeasuredStep, text: str, network: Network, partitions: Mapping[int, int]
+) -> StepRecord:
+    """The record with the parts of its step that the run's trace shows.
+
+    text: of the compiled program. partitions: of it, those of the devices of this process.
+    """
     assert measured.trace
     module = hlo.parse(text, network.slices)
-    traced = traced_step(measured.trace.read_bytes(), measured.traced_steps, module, network)
+    traced = traced_step(measured.trace.read_bytes(), measured.traced_steps, module, network, partitions)
     found = traced.slowdowns(module, network) if network.chip else {}
     return dataclasses.replace(record, traced_s=traced.step_time_s, measured_parts_s=traced.parts_s, slowdowns=found)
 
@@ -212,11 +217,11 @@ def correct(target: Target, records: Sequence[StepRecord], place: str) -> Target
         )
     traced = [one for one in alike if one.slowdowns]
     found = _mean([one.slowdowns for one in traced] or [_overall(one) for one in alike])
-    if traced:
-        longer = ", ".join(f"{name} {factor:.3g}" for name, factor in found.items())
-    else:
+    words = {name: name if name in KINDS else f"collectives over {name}" for name in found}
+    longer = ", ".join(f"{words[name]} {factor:.3g}" for name, factor in found.items())
+    if not traced:
         longer = f"everything {found['other']:.3g}, since no trace tells parts apart"
-    note = f"corrected by {place}, times as long: {longer}"
+    note = f"corrected by {place} (times as long: {longer})"
     chip = dataclasses.replace(chip, slowdowns=scale_slowdowns(chip.slowdowns, found), note=note)
     return dataclasses.replace(target, chip=chip)
 

@@ -372,6 +372,14 @@ def numbered_locations(mesh: Any) -> dict[str, Any]:
     return {"ids": tuple(device.id for device in mesh.devices.flat), **device_locations(mesh)}
 
 
+def local_partitions(mesh: Any) -> dict[int, int]:
+    """The number of each device of a jax mesh that this process has, as the process counts -> its place in the mesh."""
+    import jax
+
+    here = jax.process_index()
+    return {one.local_hardware_id: at for at, one in enumerate(mesh.devices.flat) if one.process_index == here}
+
+
 def devices(target: Target) -> list[Any]:
     """The compile-only jax devices of a target. For cpu, jax must already simulate them.
 

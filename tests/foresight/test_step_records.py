@@ -55,7 +55,7 @@ def test_a_chip_is_corrected_by_runs():
     place = targets.parse("v5e:2x2")
     one = step_records.correct(place, [RECORD, TRACED], "--measured=b").chip
     assert dict(one.slowdowns) == pytest.approx({"matmul": 2.0, "ici": 8.0})
-    assert one.note == "corrected by --measured=b, times as long: matmul 2, ici 8"
+    assert one.note == "corrected by --measured=b (times as long: matmul 2, collectives over ici 8)"
     other = dataclasses.replace(TRACED, slowdowns={"matmul": 0.5, "attention": 3.0})
     mean = step_records.correct(place, [TRACED, other], "-").chip
     assert dict(mean.slowdowns) == pytest.approx({"matmul": 1.0, "ici": 8.0, "attention": 3.0})
@@ -143,7 +143,8 @@ def test_a_trace_or_a_folder_that_is_damaged_costs_a_run_nothing_but_warnings(be
     (tmp_path / "x.xplane.pb").write_bytes(b"not a trace")
     measured = MeasuredStep(epath.Path(tmp_path), 20.0, 0.0, 9, epath.Path(tmp_path / "x.xplane.pb"), 2)
     network = Network(V5E, ((0, 0, 0),), (0,), (0,), {"data": 1})
-    session._compare_step(begun, SimpleNamespace(as_text=lambda: "HloModule m"), sample.LLAMA, network, measured)
+    built = SimpleNamespace(mesh=jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
+    session._compare_step(begun, SimpleNamespace(as_text=lambda: "HloModule m"), sample.LLAMA, network, built, measured)
     first, second, third = begun.console.file.getvalue().splitlines()
     assert first.startswith(f"warning: {tmp_path / 'x.xplane.pb'}: the parts of a step are not known (")
     assert second.startswith("warning: the record of the step is not kept (") and "file" in second

@@ -79,6 +79,20 @@ def test_what_a_collective_hides_behind_is_compute():
         traced_step(xspace(plane([("m1", 0, 9)], hlo_module="another")), 1, program, network())
 
 
+def test_the_first_devices_of_a_collective_wait_for_the_last_one():
+    """Partitions 0 and 2 exchange. The second one, which is device 1 of its process, comes 50 ns later."""
+    program = module(matmul("m1", 100) + reduce("r", 150, FSDP))
+    planes = (
+        plane([("m1", 0, 100), ("r", 100, 170)], "/device:TPU:0"),
+        plane([("m1", 0, 150), ("r", 150, 170)], "/device:TPU:1"),
+    )
+    found = traced_step(xspace(*planes), 1, program, network(), {0: 0, 1: 2})
+    shown = {name: round(seconds * 1e9) for name, seconds in found.parts_s.items() if seconds}
+    assert shown == {"matmuls": 125, "waiting for other devices": 25, "waiting for fsdp": 20}
+    alone = traced_step(xspace(*planes), 1, program, network(), {0: 0, 1: 1})  # partition 1 exchanges with 3
+    assert alone.exposed_s == {"fsdp": pytest.approx(45e-9)}
+
+
 def test_a_chip_that_a_trace_has_corrected_predicts_the_traced_step():
     program = module(matmul("m1", 100_000) + matmul("m2", 300_000) + reduce("r", 150, FSDP) + COPY)
     events = [("m1", 0, 200_000), ("m2", 210_000, 700_000), ("r", 700_000, 730_000), ("w", 730_000, 731_000)]

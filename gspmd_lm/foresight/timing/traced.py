@@ -2,13 +2,14 @@
 
 An event of the trace names the instruction of the compiled program that ran. The program says the kind of its compute,
 or the mesh axes of its collective. At each moment a device computes, or waits for a collective, or does neither: a gap.
+Until the last device has come to a collective, the first ones wait for devices and not for links.
 """
 
 import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -16,10 +17,10 @@ from gspmd_lm.foresight.hlo import HOST_SPACE, Instruction, Module
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.foresight.timing.predict import parts_s
 from gspmd_lm.foresight.timing.simulate import HOST, Simulation
-from gspmd_lm.hardware.network import Network
+from gspmd_lm.hardware.network import Groups, Network
 
 KINDS = ("matmul", "attention", "other")  # of compute
-GAPS = "gaps"
+GAPS, PEERS = "gaps", "other devices"
 LEAST_SHARE = 1e-3  # of a step: a shorter part tells nothing of the chip
 MOST_TRIES = 8  # of the factors of links, each of which simulates the program once
 LEAST_FACTOR = 1e-6  # of what took no time, or of a link whose collectives hide behind compute
@@ -34,7 +35,7 @@ class TracedStep(NamedTuple):
 
     step_time_s: float  # from the first operation of the first step to the end of the last one, over the steps
     compute_s: Mapping[str, float]  # matmul, attention, other
-    exposed_s: Mapping[str, float]  # mesh axes, or HOST -> waiting for their collectives, or for copies
+    exposed_s: Mapping[str, float]  # mesh axes -> waiting for their collectives; also for PEERS, and for HOST
     gaps_s: Mapping[str, float]  # the kind of what ran before -> time in which nothing runs
     links: Mapping[str, str]  # mesh axes -> the link of their collectives
 
@@ -47,17 +48,19 @@ class TracedStep(NamedTuple):
         return {**parts_s(_Parts(matmul_s, attention_s, other_s, exposed_s, host_s)), GAPS: sum(self.gaps_s.values())}
 
     def slowdowns(self, module: Module, network: Network) -> dict[str, float]:
-        """How many times as long as predicted each kind of compute took, with the gaps after it, and each link.
+        """How many times as long as predicted each kind of compute took, and each link.
 
+        Gaps count for the kind of compute before them, and waiting for other devices for all compute, which is uneven.
         The factor of a link is the one with which a program that computes as slowly waits for it as long as measured.
         """
         chip = network.chip
         assert chip
         predicted = Simulation(module, chip, network)
+        uneven = 1 + self.exposed_s.get(PEERS, 0.0) / sum(self.compute_s.values())
         found = {
             kind: max(seconds / predicted.compute_s[kind], LEAST_FACTOR)
             for kind in KINDS
-            for seconds in [self.compute_s.get(kind, 0.0) + self.gaps_s.get(kind, 0.0)]
+            for seconds in [uneven * self.compute_s.get(kind, 0.0) + self.gaps_s.get(kind, 0.0)]
             if predicted.compute_s[kind] and self._matters(seconds, predicted.compute_s[kind], predicted)
         }
         waits = {link: [axes for axes, its_link in self.links.items() if its_link == link] for link in predicted.link_s}
@@ -109,27 +112,34 @@ class _Event(NamedTuple):
     begin_ns: float
     end_ns: float
     kind: str  # of its compute; "" of a collective
-    axes: str  # of its collective; HOST of a copy to the host or back
+    axes: str  # of its collective; or PEERS or HOST
 
 
-def traced_step(xspace: bytes, steps: int, module: Module, network: Network) -> TracedStep:
+def traced_step(
+    xspace: bytes, steps: int, module: Module, network: Network, partitions: Mapping[int, int] | None = None
+) -> TracedStep:
     """The parts of a step of a trace with so many whole steps of a program.
 
-    xspace: what a *.xplane.pb file of jax's profiler holds. Raises ValueError for a trace in which the program did not
-    run, or that does not name the instructions of its kernels.
+    xspace: what a *.xplane.pb file of jax's profiler holds. partitions: of the program, by the number of a device;
+    None: each has its own number. Raises ValueError for a trace in which the program did not run, or that does not name
+    the instructions of its kernels.
     """
-    instructions = {one.name: one for one in module.operations if one.opcode not in _CONTROL}
-    parts = {name: _part(one, network) for name, one in instructions.items()}
-    devices, links = collections.defaultdict[Any, list[_Event]](list), dict[str, str]()
+    parts = {one.name: _part(one, network) for one in module.operations if one.opcode not in _CONTROL}
+    devices = collections.defaultdict[int, list[_Event]](list)
+    sent = collections.defaultdict[str, dict[int, list[tuple[float, float]]]](dict)  # collective -> runs of each device
     named_ns = unnamed_ns = 0.0
     for device, name, begin_ns, taken_ns in _events(xspace, module.name):
-        if name not in instructions:
-            unnamed_ns += taken_ns if not name else 0.0
-            continue
-        kind, axes, link = parts[name]
-        named_ns += taken_ns
-        devices[device].append(_Event(begin_ns, begin_ns + taken_ns, kind, axes))
-        links |= {axes: link} if link else {}
+        place = (partitions or {}).get(device, device)
+        if name in parts and parts[name].groups:
+            sent[name].setdefault(place, []).append((begin_ns, begin_ns + taken_ns))
+        elif name in parts:
+            devices[place].append(_Event(begin_ns, begin_ns + taken_ns, parts[name].kind, parts[name].axes))
+        named_ns += taken_ns if name in parts else 0.0
+        unnamed_ns += taken_ns if not name else 0.0
+    for name, runs in sent.items():
+        for place, begin_ns, arrival_ns, end_ns in _arrivals(runs, parts[name].groups):
+            devices[place].append(_Event(begin_ns, arrival_ns, "", PEERS))
+            devices[place].append(_Event(arrival_ns, end_ns, "", parts[name].axes))
     if not devices or named_ns < LEAST_NAMED * (named_ns + unnamed_ns):
         share = named_ns / (named_ns + unnamed_ns or 1.0)
         raise ValueError(f"the trace names the instructions of {share:.0%} of the time of {module.name}")
@@ -141,13 +151,32 @@ def traced_step(xspace: bytes, steps: int, module: Module, network: Network) -> 
                 total[name] += ns * scale
     spans = [(min(one.begin_ns for one in events), max(one.end_ns for one in events)) for events in devices.values()]
     compute_s, exposed_s, gaps_s = sums
+    links = {part.axes: network.link(part.groups) for name, part in parts.items() if name in sent}
     return TracedStep(scale * sum(end - begin for begin, end in spans), compute_s, exposed_s, gaps_s, links)
 
 
-def _events(xspace: bytes, program: str) -> Iterable[tuple[Any, str, float, float]]:
-    """The device, instruction, begin and duration of each event of a program; '' where its instruction is not named."""
+def _arrivals(
+    runs: Mapping[int, list[tuple[float, float]]], groups: Groups
+) -> Iterable[tuple[int, float, float, float]]:
+    """Each run of a collective on a device: when it begins, when the last device of its group has come, and its end.
+
+    runs: the partition of a device -> (begin, end) of each run. Of devices of other processes nothing is known.
+    """
+    ordered = {place: sorted(pairs) for place, pairs in runs.items()}
+    for place, pairs in ordered.items():
+        peers = {peer for group in groups if place in group for peer in group if peer in ordered}
+        for number, (begin_ns, end_ns) in enumerate(pairs):
+            begins = [ordered[peer][number][0] for peer in peers if number < len(ordered[peer])]
+            yield place, begin_ns, min(max(begin_ns, *begins), end_ns), end_ns
+
+
+def _events(xspace: bytes, program: str) -> Iterable[tuple[int, str, float, float]]:
+    """The device, instruction, begin and duration of each event of a program; '' where its instruction is not named.
+
+    A device has the number that it has in its process.
+    """
     for plane in jax.profiler.ProfileData.from_serialized_xspace(xspace).planes:
-        on_device = plane.name.startswith("/device:")
+        numbered = re.match(r"/device:[A-Z]+:(\d+)", plane.name)
         lines = list(plane.lines)
         if any(line.name == _OPERATIONS for line in lines):
             lines = [line for line in lines if line.name == _OPERATIONS]
@@ -161,23 +190,29 @@ def _events(xspace: bytes, program: str) -> Iterable[tuple[Any, str, float, floa
                 name = facts.get("hlo_op", "")
                 if not name and line.name == _OPERATIONS and (written := _NAME.match(event.name)):
                     name = written.group(1)
-                if name or on_device:
-                    yield facts.get("device_ordinal", plane.name), name, event.start_ns, event.duration_ns
+                if name or numbered:
+                    device = int(numbered.group(1)) if numbered else facts.get("device_ordinal", 0)
+                    yield device, name, event.start_ns, event.duration_ns
 
 
-def _part(instruction: Instruction, network: Network) -> tuple[str, str, str]:
-    """The kind of compute of an instruction; or, of a transfer, '' with its mesh axes, or HOST, and its link."""
+class _Part(NamedTuple):
+    """What an instruction does: compute of a kind, or a transfer."""
+
+    kind: str  # "" of a transfer
+    axes: str = ""  # of a collective; HOST of a copy to the host or back
+    groups: Groups = ()  # of a collective
+
+
+def _part(instruction: Instruction, network: Network) -> _Part:
     begun = instruction
     while begun.phase in ("-update", "-done") and begun.operands:
         begun = begun.operands[0]
     kind = op_time.compute_kind(instruction)
     places = {array.memory_space for one in (begun, *begun.operands) for array in one.shape.arrays}
     if begun.phase == "-start" and begun.copies and HOST_SPACE in places:
-        return "", HOST, ""
-    groups = next((op.groups for op in begun.collectives if network.axes(op.groups)), None)
-    if kind != "other" or groups is None:
-        return kind, "", ""
-    return "", "+".join(network.axes(groups)), network.link(groups)
+        return _Part("", HOST)
+    groups = next((op.groups for op in begun.collectives if network.axes(op.groups)), ())
+    return _Part("", "+".join(network.axes(groups)), groups) if groups and kind == "other" else _Part(kind)
 
 
 def _attribute(events: Iterable[_Event]) -> tuple[Mapping[str, float], ...]:
