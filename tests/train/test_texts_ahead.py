@@ -1,9 +1,12 @@
 """A run on texts that are tokenized while it trains."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gspmd_lm import session
 from gspmd_lm.data import ahead, making, tokenizer
 from tests.data.answering import Here
 from tests.train.runs import TRAIN, losses_of
@@ -25,7 +28,8 @@ def open_run(run, small, tmp_path, monkeypatch):
 
     def make(workdir):
         made = run(workdir)
-        made.open_rows = lambda: ahead.open_ahead(config)
+        opens: Any = SimpleNamespace(config=config, machine=made.machine, console=made.console, say=made.say)
+        made.open_rows = lambda: session._open_rows(opens, workdir)
         return made
 
     return make
