@@ -173,8 +173,8 @@ def open_loaders(
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
-    folders, made = find_folders(data), None
-    foreign = not folders and token_files.name_of_files(data)
+    foreign, made = token_files.name_of_files(data), None
+    folders = [] if foreign else find_folders(data)
     if foreign:
         tokens = encoders.open_encoder(config)
         assert isinstance(tokens, tokenizer.Tokenizer)
