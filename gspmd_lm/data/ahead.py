@@ -16,7 +16,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +28,7 @@ from grain.experimental import index_shuffle
 from gspmd_lm.config import Config
 from gspmd_lm.data import ahead_process, encoders, making, packing, sources, token_files, tokenizer, tokens
 from gspmd_lm.data.ahead_process import Chunk, Request, Work
-from gspmd_lm.data.loader import Loader, epoch_seed, open_loaders
+from gspmd_lm.data.loader import Loader, epoch_seed, open_loaders, token_masks
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.units import human_short, plural
 
@@ -108,7 +107,7 @@ class _Lane:
         self.rows, self.number, self.process = rows, number, process
         self.places = collections.deque([start], _KEPT_PLACES)  # of the chunks so far
         self._coming, self._rowless = self._ask(start), 0
-        self._held = self._take()
+        self._held: packing.Rows | None = None  # of the chunk at the last place, once it is wanted
 
     def _ask(self, place: Place) -> Future[Chunk]:
         return self.process.ask(Request(self.number, self.rows.unit(self.number, place), place.chunk))
@@ -134,15 +133,16 @@ class _Lane:
         """The arrays of some rows, whose numbers ascend."""
         found, at = [], 0
         while at < len(wanted):
-            place, count = self.places[-1], len(self._held)
+            held = self._held = self._take() if self._held is None else self._held
+            place, count = self.places[-1], len(held)
             if wanted[at] >= place.first + count:
                 self.places.append(self._next)
-                self._held = self._take()
+                self._held = None
                 continue
             seed = epoch_seed(self.rows.seed, f"lane {self.number} {place[1:]}")
             here = [one for one in wanted[at:] if one < place.first + count]
             drawn = [index_shuffle(one - place.first, max_index=count - 1, seed=seed, rounds=4) for one in here]
-            found.append(self._held.read(drawn))
+            found.append(held.read(drawn))
             at += len(here)
         return found
 
@@ -160,7 +160,6 @@ class AheadRows:
         self.starts: dict[int, Place] = {}  # where lanes begin that do not begin at their beginning
         self._open: dict[int, _Lane] = {}
         self.processes: list[Process] = []
-        self._lock = threading.Lock()
 
     def unit(self, lane: int, place: Place) -> int:
         """The unit of the source that a lane reads at a place."""
@@ -193,13 +192,12 @@ class AheadRows:
             if index >= 0:
                 step, row = divmod(index, self.batch)
                 by_lane[row // size].append((step * size + row % size, i))
-        with self._lock:
-            self._begin({lane: rows[0][0] for lane, rows in by_lane.items()})
-            for lane, rows in by_lane.items():
-                numbers, places = zip(*rows, strict=True)
-                parts = self._open[lane].read(numbers)
-                for name, array in fields.items():
-                    array[list(places)] = np.concatenate([part[name] for part in parts])
+        self._begin({lane: rows[0][0] for lane, rows in by_lane.items()})
+        for lane, rows in by_lane.items():
+            numbers, places = zip(*rows, strict=True)
+            parts = self._open[lane].read(numbers)
+            for name, array in fields.items():
+                array[list(places)] = np.concatenate([part[name] for part in parts])
         return fields
 
     def _begin(self, firsts: Mapping[int, int]) -> None:
@@ -221,11 +219,10 @@ class AheadRows:
     def places(self, step: int) -> dict[int, Place]:
         """Where the lanes of this process stand before a step that was read."""
         row = step * (self.batch // self.lanes)
-        with self._lock:
-            return self.starts | {
-                lane: next((one for one in reversed(opened.places) if one.first <= row), Place())
-                for lane, opened in self._open.items()
-            }
+        return self.starts | {
+            lane: next((one for one in reversed([*opened.places]) if one.first <= row), Place())
+            for lane, opened in [*self._open.items()]
+        }
 
     def rate(self) -> tuple[float, int]:
         """How many tokens a second the processes here can make, and how many processes there are."""
@@ -237,12 +234,11 @@ class AheadRows:
         return len(self._open) / self.lanes
 
     def close(self) -> None:
-        """Ends the processes."""
-        with self._lock:
-            for process in self.processes:
-                process.stop()
-            self.processes.clear()
-            self._open.clear()
+        """Ends the processes. A thread that waits for one of them gets an error."""
+        for process in self.processes:
+            process.stop()
+        self.processes.clear()
+        self._open.clear()
 
 
 class _InOrder(Loader):
@@ -350,7 +346,8 @@ def _open_training(config: Config, progress: sources.Progress | None) -> AheadLo
     files = [file for unit in units for file in unit.files]
     facts = [[one.far.version if one.far else one.path.name, one.size_bytes, one.span, one.field] for one in files]
     left_out = hashlib.sha256(apart.tobytes()).hexdigest()
-    about = json.dumps([facts, encoder.fingerprint, left_out, data.packing, data.seq])
+    kind = config.objective, data.masked_share
+    about = json.dumps([facts, encoder.fingerprint, left_out, data.packing, data.seq, kind])
     lanes = plural(rows.lanes, "lane")
     notes = filter(None, [f"training: texts tokenized ahead, in {lanes} ({source.description})", source.notes])
     loader = _InOrder(
@@ -361,6 +358,7 @@ def _open_training(config: Config, progress: sources.Progress | None) -> AheadLo
         repeat=True,
         description="\n".join(notes),
         fingerprint=f"ahead-{hashlib.sha256(about.encode()).hexdigest()[:24]}",
+        token_masks=token_masks(config, encoder),
     )
     return AheadLoader(rows, loader)
 
@@ -368,8 +366,9 @@ def _open_training(config: Config, progress: sources.Progress | None) -> AheadLo
 def _check(config: Config) -> None:
     """Raises InputError if what a config asks for cannot be tokenized ahead."""
     data = config.data
-    if data.conversations or data.fields:
-        what, fix = "records", "name texts, or leave data.tokenize out"
+    of_text = config.objective in ("causal", "masked", "replaced") and not config.model.vision
+    if data.conversations or data.fields or not of_text:
+        what, fix = "records", "name texts and a model of texts, or leave data.tokenize out"
     elif sources.random_rows(data.source) is not None or tokens.find_folders(data) or token_files.name_of_files(data):
         what, fix = f"{data.sources[0].path}, which is no text", "leave data.tokenize out"
     elif data.sources[0].weight:

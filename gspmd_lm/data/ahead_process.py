@@ -129,5 +129,8 @@ def main() -> None:
             answer = answers.find(request)
         except (InputError, RunFailed) as error:
             answer = error
-        pickle.dump(answer, out, protocol=pickle.HIGHEST_PROTOCOL)
-        out.flush()
+        try:
+            pickle.dump(answer, out, protocol=pickle.HIGHEST_PROTOCOL)
+            out.flush()
+        except BrokenPipeError:  # nobody waits for it any longer
+            os._exit(0)

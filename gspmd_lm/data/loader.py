@@ -187,10 +187,7 @@ def open_loaders(
     else:
         source, tokens, made = encoders.open_source(config, progress, known)
         opened = cache.open_cache(source, tokens, data.held_out_share, progress)
-    all_masks = None
-    if masked and isinstance(tokens, tokenizer.Tokenizer):
-        mask = tokens.mask if config.objective == "masked" else None
-        all_masks = packing.Masks(mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
+    all_masks = token_masks(config, tokens) if isinstance(tokens, tokenizer.Tokenizer) else None
     lost = opened.replaced_bytes
     replaced = f", {lost:,} bytes or characters that no token stands for" if lost else ""
     if opened.spelled_ends and isinstance(tokens, tokenizer.Tokenizer):
@@ -277,6 +274,14 @@ def open_loaders(
     if not data.held_out_sources and not data.held_out_share:
         return train, None
     return train, loader_of("evaluation", [opened.held_out])
+
+
+def token_masks(config: Config, tokens: tokenizer.Tokenizer) -> packing.Masks | None:
+    """The masks of the rows to train on; None if the objective asks for none."""
+    if config.objective not in ("masked", "replaced"):
+        return None
+    mask, data = tokens.mask if config.objective == "masked" else None, config.data
+    return packing.Masks(mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
 
 
 def _media_loaders(config: Config, found: media.Opened) -> tuple[Loader, Loader | None]:

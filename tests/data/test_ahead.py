@@ -105,6 +105,13 @@ def test_an_epoch_has_each_document_once_in_an_order_of_the_seed(opened, texts):
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
+def test_masks_are_those_of_the_rows_of_other_sources(opened):
+    rows, _ = opened(model={"attention.mask": "full"})
+    (row,) = _read(rows, [3])
+    chosen = row["targets"] >= 0
+    assert rows.in_order.token_masks.seed == 0 and 0 < chosen.mean() < 0.4 and (row["tokens"][chosen] == 0).any()
+
+
 def test_a_bucket_gives_the_rows_of_its_files_and_keeps_no_copy(opened, tmp_path):
     store = fsspec.filesystem("file")
     assert store.exists("texts")
@@ -138,10 +145,12 @@ def test_a_rate_is_told_and_a_process_that_dies_is_an_error(opened, caplog):
         _read(rows, range(3, 99))
 
 
-def test_a_text_that_cannot_be_read_is_named(opened):
+def test_what_gives_no_rows_is_said(opened):
     Path("texts/0.jsonl.gz").write_bytes(gzip.compress(b'{"text": 5}\n'))
     with pytest.raises(InputError, match=r"0\.jsonl\.gz:1: text is a int, not text\n  fix "):
         _read(opened("texts/0.jsonl.gz")[0], range(1))
+    with pytest.raises(InputError, match=r"no unit of it has a row of data\.seq \+ 1 = 4,097 tokens"):
+        _read(opened("texts/[12].jsonl.gz", seq=4096, packing="stream", model={"context": 4096})[0], range(1))
 
 
 @pytest.mark.parametrize(
@@ -150,6 +159,7 @@ def test_a_text_that_cannot_be_read_is_named(opened):
         ({"held_out": 0.1}, r"data\.held_out=0\.1, a share"),
         ({"source": [{"path": "texts", "weight": 1}, {"path": "stdlib", "weight": 2}]}, "sources with weights"),
         ({"messages_field": "m", "tokenizer": "x"}, "records"),
+        ({"model": {"classes.count": 2, "attention.mask": "full"}}, "records"),
         ({"source": "random:4"}, "random:4, which is no text"),
         ({"source": "a.bin", "token_dtype": "uint16"}, r"a\.bin, which is no text"),
         ({"tokenizer": "bpe:300", "model": {"vocab": 300}}, "data.tokenizer=bpe:300"),
