@@ -16,6 +16,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,7 @@ MOST_LANES = 32
 UNITS = 4 * MOST_LANES  # of a source at least, where they are not smaller than LEAST_UNIT_BYTES
 LEAST_UNIT_BYTES = 1024 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024  # of texts: the tokens of a lane in memory are those of two chunks
+_RATE_STEPS = 8  # after so many, of which the first does not count, the rate is said
 _KEPT_PLACES = 4096  # of a lane: batches are read ahead, so that it may stand behind the step that is saved
 _log = logging.getLogger(__name__)
 
@@ -249,13 +251,13 @@ class _InOrder(Loader):
         return np.where(rows < self.batch, step * self.batch + rows, -1)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AheadLoader:
     """Rows in batches that are tokenized ahead. They are read from one step on, in order."""
 
     rows: AheadRows
     in_order: Loader  # of the same rows
-    rate_is_said: bool = False
+    say: Callable[[str], None]
 
     epochs_per_step = 0.0  # how many rows there are is not known
     tokenizer: Path | None = None
@@ -274,11 +276,28 @@ class AheadLoader:
     def batches(
         self, start_step: int, shardings: Mapping[str, jax.sharding.Sharding], stop_step: int | None = None
     ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
-        """Pairs of a step and its arrays, as `Loader.batches` gives them. The processes end with the generator."""
+        """Pairs of a step and its arrays, as `Loader.batches` gives them. The processes end with the generator.
+
+        After some steps it is said how fast texts are tokenized, beside what the steps would read without waiting.
+        """
+        used_s: list[float] = []  # by each step, until it asked for the next one
         try:
-            yield from self.in_order.batches(start_step, shardings, stop_step)
+            for found in self.in_order.batches(start_step, shardings, stop_step):
+                began = time.perf_counter()
+                yield found
+                used_s.append(time.perf_counter() - began)
+                if len(used_s) == _RATE_STEPS:
+                    self.say(self._describe_rate(sum(used_s[1:]) / (_RATE_STEPS - 1)))
         finally:
             self.rows.close()
+
+    def _describe_rate(self, step_s: float) -> str:
+        rate, count = self.rows.rate()
+        needed = self.rows.batch * self.rows.share() * self.rows.seq / step_s
+        return (
+            f"tokenized ahead: up to {human_short(rate)} tokens/s by {count} process{'es' * (count != 1)} here; the "
+            f"steps need {human_short(needed)} tokens/s"
+        )
 
     def positions(self, step: int) -> dict[str, Any]:
         """Where this process stands in the source before a step: small JSON, which a checkpoint keeps."""
@@ -297,31 +316,17 @@ class AheadLoader:
     def _key(self) -> str:
         return f"{self.fingerprint}-{self.rows.seed}-{self.rows.batch}-{self.rows.lanes}"
 
-    def say_rate(self, say: Callable[[str], None], values: Mapping[str, float]) -> None:
-        """Says once how fast this process's texts are tokenized, beside what its steps would read without waiting.
 
-        values: those that are logged. The rate is said as soon as they have the time of a step.
-        """
-        if self.rate_is_said or "step_time_s" not in values:
-            return
-        self.rate_is_said = True
-        rate, count = self.rows.rate()
-        step_s = max(values["step_time_s"] - values["data_wait_s"], 1e-9)
-        needed = self.rows.batch * self.rows.share() * self.rows.seq / step_s
-        say(
-            f"tokenized ahead: up to {human_short(rate)} tokens/s by {count} process{'es' * (count != 1)} here; the "
-            f"steps need {human_short(needed)} tokens/s"
-        )
-
-
-def open_ahead(config: Config, progress: sources.Progress | None = None) -> tuple[AheadLoader, Loader | None]:
+def open_ahead(
+    config: Config, progress: sources.Progress | None = None, say: Callable[[str], None] = lambda _: None
+) -> tuple[AheadLoader, Loader | None]:
     """The loader of the training rows of texts that are tokenized ahead, and that of the files for evaluation.
 
-    The tokens of these are made before, and kept. Raises InputError if `data` names something else than texts, or asks
-    for what is not known before they are read.
+    The tokens of these are made before, and kept. `say` is told the rate of the others. Raises InputError if `data`
+    names something else than texts, or asks for what is not known before they are read.
     """
     _check(config)
-    train_rows = _open_training(config, progress)
+    train_rows = _open_training(config, progress, say)
     if not config.data.held_out_sources:
         return train_rows, None
     assert not isinstance(config.data.held_out, int | float)
@@ -331,7 +336,7 @@ def open_ahead(config: Config, progress: sources.Progress | None = None) -> tupl
     return train_rows, dataclasses.replace(held_out, seed=0, repeat=False, description=about)
 
 
-def _open_training(config: Config, progress: sources.Progress | None) -> AheadLoader:
+def _open_training(config: Config, progress: sources.Progress | None, say: Callable[[str], None]) -> AheadLoader:
     data = config.data
     source, encoder, _ = encoders.open_source(config, progress, hashed=False)
     assert isinstance(encoder, tokenizer.Tokenizer)
@@ -360,7 +365,7 @@ def _open_training(config: Config, progress: sources.Progress | None) -> AheadLo
         fingerprint=f"ahead-{hashlib.sha256(about.encode()).hexdigest()[:24]}",
         token_masks=token_masks(config, encoder),
     )
-    return AheadLoader(rows, loader)
+    return AheadLoader(rows, loader, say)
 
 
 def _check(config: Config) -> None:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -132,13 +131,9 @@ def test_files_for_evaluation_are_tokenized_before_and_left_out(opened, texts):
     assert "5 17 x" in seen and "0 17 x" not in seen
 
 
-def test_a_rate_is_told_and_a_process_that_dies_is_an_error(opened, caplog):
+def test_a_process_that_dies_is_an_error(opened):
     rows, _ = opened()
     _read(rows, range(3))
-    said = []
-    for values in ({}, {"step_time_s": 0.75, "data_wait_s": 0.25}, {"step_time_s": 9, "data_wait_s": 0}):
-        rows.say_rate(said.append, values)
-    assert re.fullmatch(r"tokenized ahead: up to \S+ tokens/s by \d+ \w+ here; the steps need 256 tokens/s", *said)
     for process in rows.rows.processes:
         os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(RunFailed, match=r"a process that tokenizes ended with code -9\n  fix "):
