@@ -33,10 +33,10 @@ from gspmd_lm.data.loader import Loader, epoch_seed, open_loaders, token_masks
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.units import human_short, plural
 
-MOST_LANES = 32
+MOST_LANES = 32  # a process may read all of them, and holds two chunks of each
 UNITS = 4 * MOST_LANES  # of a source at least, where they are not smaller than LEAST_UNIT_BYTES
 LEAST_UNIT_BYTES = 1024 * 1024
-CHUNK_BYTES = 4 * 1024 * 1024  # of texts: the tokens of a lane in memory are those of two chunks
+CHUNK_BYTES = 4 * 1024 * 1024  # of texts
 _RATE_STEPS = 8  # after so many, of which the first does not count, the rate is said
 _KEPT_PLACES = 4096  # of a lane: batches are read ahead, so that it may stand behind the step that is saved
 _log = logging.getLogger(__name__)
@@ -371,8 +371,8 @@ def _open_training(config: Config, progress: sources.Progress | None, say: Calla
 def _check(config: Config) -> None:
     """Raises InputError if what a config asks for cannot be tokenized ahead."""
     data = config.data
-    of_text = config.objective in ("causal", "masked", "replaced") and not config.model.vision
-    if data.conversations or data.fields or not of_text:
+    reads_text = config.objective in ("causal", "masked", "replaced") and not config.model.vision
+    if data.conversations or data.fields or not reads_text:
         what, fix = "records", "name texts and a model of texts, or leave data.tokenize out"
     elif sources.random_rows(data.source) is not None or tokens.find_folders(data) or token_files.name_of_files(data):
         what, fix = f"{data.sources[0].path}, which is no text", "leave data.tokenize out"

@@ -167,6 +167,11 @@ def open_loaders(
     InputError if the source, the tokenizer, the labels or their sizes do not fit.
     """
     data, masked = config.data, config.objective in ("masked", "replaced")
+    if data.tokenize == "ahead":
+        raise InputError(
+            "data.tokenize=ahead: which rows there are is not known before a run reads them\n"
+            "  fix   look at some of the files, with --set data.tokenize=once"
+        )
     if found := objects.open_media(config, progress, known):
         return _media_loaders(config, found)
     _check_objective(config)

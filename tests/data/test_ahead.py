@@ -12,7 +12,7 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.config import nest
-from gspmd_lm.data import ahead, making
+from gspmd_lm.data import ahead, loader, making
 from gspmd_lm.errors import InputError, RunFailed
 from tests.data.answering import Here
 
@@ -163,3 +163,8 @@ def test_what_gives_no_rows_is_said(opened):
 def test_what_is_not_known_before_it_is_read_is_refused(opened, settings, message):
     with pytest.raises(InputError, match=rf"data\.tokenize=ahead does not go with {message}(.|\n)*  fix "):
         opened(**settings)
+
+
+def test_the_rows_are_not_opened_as_those_that_are_known_before():
+    with pytest.raises(InputError, match=r"data\.tokenize=ahead: which rows there are is not known .*\n  fix .*=once"):
+        loader.open_loaders(_config())
