@@ -368,7 +368,7 @@ def _open_rows(session: Session, workdir: epath.Path) -> tuple[loop.Rows, loop.R
     config, shown = session.config, progress(session.console) if session.machine.is_main else None
     known = history.known_classes(workdir, config.train.init_from) if config.objective == "classes" else ()
     if config.data.tokenize == "ahead":
-        return ahead.open_ahead(config, shown)
+        return ahead.open_ahead(config, shown, session.say)
     train_rows, held_out_rows = loader.open_loaders(config, shown, known)
     history.check_classes(workdir, known, train_rows.classes, session.say)
     return train_rows, held_out_rows

@@ -54,7 +54,8 @@ class Data:
     # stdlib | stdlib:pairs | random:ROWS | a folder, a file, a glob or an address, or a list of them (docs/data.md).
     # Entries of a list may be {path, weight, text_field, messages_field}.
     source: Annotated[_Text | _Several, pydantic.Discriminator(_tag)] = "stdlib"
-    # bytes | path of a Hugging Face tokenizer.json | bpe:TOKENS, which the run trains on its source and keeps
+    # bytes | path of a Hugging Face tokenizer.json, or of a .tiktoken file | bpe:TOKENS, which the run trains on its
+    # source and keeps
     tokenizer: str = "bytes"
     # The numbers in .bin files of tokens that nothing describes, such as those of nanoGPT (docs/data.md).
     token_dtype: Literal["", "uint16", "uint32"] = ""

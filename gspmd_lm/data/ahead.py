@@ -16,7 +16,7 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,14 +29,15 @@ from grain.experimental import index_shuffle
 from gspmd_lm.config import Config
 from gspmd_lm.data import ahead_process, encoders, making, packing, sources, token_files, tokenizer, tokens
 from gspmd_lm.data.ahead_process import Chunk, Request, Work
-from gspmd_lm.data.loader import Loader, epoch_seed, open_loaders
+from gspmd_lm.data.loader import Loader, epoch_seed, open_loaders, token_masks
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.units import human_short, plural
 
-MOST_LANES = 32
+MOST_LANES = 32  # a process may read all of them, and holds two chunks of each
 UNITS = 4 * MOST_LANES  # of a source at least, where they are not smaller than LEAST_UNIT_BYTES
 LEAST_UNIT_BYTES = 1024 * 1024
-CHUNK_BYTES = 4 * 1024 * 1024  # of texts: the tokens of a lane in memory are those of two chunks
+CHUNK_BYTES = 4 * 1024 * 1024  # of texts
+_RATE_STEPS = 8  # after so many, of which the first does not count, the rate is said
 _KEPT_PLACES = 4096  # of a lane: batches are read ahead, so that it may stand behind the step that is saved
 _log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class _Lane:
         self.rows, self.number, self.process = rows, number, process
         self.places = collections.deque([start], _KEPT_PLACES)  # of the chunks so far
         self._coming, self._rowless = self._ask(start), 0
-        self._held = self._take()
+        self._held: packing.Rows | None = None  # of the chunk at the last place, once it is wanted
 
     def _ask(self, place: Place) -> Future[Chunk]:
         return self.process.ask(Request(self.number, self.rows.unit(self.number, place), place.chunk))
@@ -134,15 +135,16 @@ class _Lane:
         """The arrays of some rows, whose numbers ascend."""
         found, at = [], 0
         while at < len(wanted):
-            place, count = self.places[-1], len(self._held)
+            held = self._held = self._take() if self._held is None else self._held
+            place, count = self.places[-1], len(held)
             if wanted[at] >= place.first + count:
                 self.places.append(self._next)
-                self._held = self._take()
+                self._held = None
                 continue
             seed = epoch_seed(self.rows.seed, f"lane {self.number} {place[1:]}")
             here = [one for one in wanted[at:] if one < place.first + count]
             drawn = [index_shuffle(one - place.first, max_index=count - 1, seed=seed, rounds=4) for one in here]
-            found.append(self._held.read(drawn))
+            found.append(held.read(drawn))
             at += len(here)
         return found
 
@@ -160,7 +162,6 @@ class AheadRows:
         self.starts: dict[int, Place] = {}  # where lanes begin that do not begin at their beginning
         self._open: dict[int, _Lane] = {}
         self.processes: list[Process] = []
-        self._lock = threading.Lock()
 
     def unit(self, lane: int, place: Place) -> int:
         """The unit of the source that a lane reads at a place."""
@@ -193,13 +194,12 @@ class AheadRows:
             if index >= 0:
                 step, row = divmod(index, self.batch)
                 by_lane[row // size].append((step * size + row % size, i))
-        with self._lock:
-            self._begin({lane: rows[0][0] for lane, rows in by_lane.items()})
-            for lane, rows in by_lane.items():
-                numbers, places = zip(*rows, strict=True)
-                parts = self._open[lane].read(numbers)
-                for name, array in fields.items():
-                    array[list(places)] = np.concatenate([part[name] for part in parts])
+        self._begin({lane: rows[0][0] for lane, rows in by_lane.items()})
+        for lane, rows in by_lane.items():
+            numbers, places = zip(*rows, strict=True)
+            parts = self._open[lane].read(numbers)
+            for name, array in fields.items():
+                array[list(places)] = np.concatenate([part[name] for part in parts])
         return fields
 
     def _begin(self, firsts: Mapping[int, int]) -> None:
@@ -221,11 +221,10 @@ class AheadRows:
     def places(self, step: int) -> dict[int, Place]:
         """Where the lanes of this process stand before a step that was read."""
         row = step * (self.batch // self.lanes)
-        with self._lock:
-            return self.starts | {
-                lane: next((one for one in reversed(opened.places) if one.first <= row), Place())
-                for lane, opened in self._open.items()
-            }
+        return self.starts | {
+            lane: next((one for one in reversed([*opened.places]) if one.first <= row), Place())
+            for lane, opened in [*self._open.items()]
+        }
 
     def rate(self) -> tuple[float, int]:
         """How many tokens a second the processes here can make, and how many processes there are."""
@@ -237,12 +236,11 @@ class AheadRows:
         return len(self._open) / self.lanes
 
     def close(self) -> None:
-        """Ends the processes."""
-        with self._lock:
-            for process in self.processes:
-                process.stop()
-            self.processes.clear()
-            self._open.clear()
+        """Ends the processes. A thread that waits for one of them gets an error."""
+        for process in self.processes:
+            process.stop()
+        self.processes.clear()
+        self._open.clear()
 
 
 class _InOrder(Loader):
@@ -253,13 +251,13 @@ class _InOrder(Loader):
         return np.where(rows < self.batch, step * self.batch + rows, -1)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AheadLoader:
     """Rows in batches that are tokenized ahead. They are read from one step on, in order."""
 
     rows: AheadRows
     in_order: Loader  # of the same rows
-    rate_is_said: bool = False
+    say: Callable[[str], None]
 
     epochs_per_step = 0.0  # how many rows there are is not known
     tokenizer: Path | None = None
@@ -278,11 +276,28 @@ class AheadLoader:
     def batches(
         self, start_step: int, shardings: Mapping[str, jax.sharding.Sharding], stop_step: int | None = None
     ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
-        """Pairs of a step and its arrays, as `Loader.batches` gives them. The processes end with the generator."""
+        """Pairs of a step and its arrays, as `Loader.batches` gives them. The processes end with the generator.
+
+        After some steps it is said how fast texts are tokenized, beside what the steps would read without waiting.
+        """
+        used_s: list[float] = []  # by each step, until it asked for the next one
         try:
-            yield from self.in_order.batches(start_step, shardings, stop_step)
+            for found in self.in_order.batches(start_step, shardings, stop_step):
+                began = time.perf_counter()
+                yield found
+                used_s.append(time.perf_counter() - began)
+                if len(used_s) == _RATE_STEPS:
+                    self.say(self._describe_rate(sum(used_s[1:]) / (_RATE_STEPS - 1)))
         finally:
             self.rows.close()
+
+    def _describe_rate(self, step_s: float) -> str:
+        rate, count = self.rows.rate()
+        needed = self.rows.batch * self.rows.share() * self.rows.seq / step_s
+        return (
+            f"tokenized ahead: up to {human_short(rate)} tokens/s by {count} process{'es' * (count != 1)} here; the "
+            f"steps need {human_short(needed)} tokens/s"
+        )
 
     def positions(self, step: int) -> dict[str, Any]:
         """Where this process stands in the source before a step: small JSON, which a checkpoint keeps."""
@@ -301,31 +316,17 @@ class AheadLoader:
     def _key(self) -> str:
         return f"{self.fingerprint}-{self.rows.seed}-{self.rows.batch}-{self.rows.lanes}"
 
-    def say_rate(self, say: Callable[[str], None], values: Mapping[str, float]) -> None:
-        """Says once how fast this process's texts are tokenized, beside what its steps would read without waiting.
 
-        values: those that are logged. The rate is said as soon as they have the time of a step.
-        """
-        if self.rate_is_said or "step_time_s" not in values:
-            return
-        self.rate_is_said = True
-        rate, count = self.rows.rate()
-        step_s = max(values["step_time_s"] - values["data_wait_s"], 1e-9)
-        needed = self.rows.batch * self.rows.share() * self.rows.seq / step_s
-        say(
-            f"tokenized ahead: up to {human_short(rate)} tokens/s by {count} process{'es' * (count != 1)} here; the "
-            f"steps need {human_short(needed)} tokens/s"
-        )
-
-
-def open_ahead(config: Config, progress: sources.Progress | None = None) -> tuple[AheadLoader, Loader | None]:
+def open_ahead(
+    config: Config, progress: sources.Progress | None = None, say: Callable[[str], None] = lambda _: None
+) -> tuple[AheadLoader, Loader | None]:
     """The loader of the training rows of texts that are tokenized ahead, and that of the files for evaluation.
 
-    The tokens of these are made before, and kept. Raises InputError if `data` names something else than texts, or asks
-    for what is not known before they are read.
+    The tokens of these are made before, and kept. `say` is told the rate of the others. Raises InputError if `data`
+    names something else than texts, or asks for what is not known before they are read.
     """
     _check(config)
-    train_rows = _open_training(config, progress)
+    train_rows = _open_training(config, progress, say)
     if not config.data.held_out_sources:
         return train_rows, None
     assert not isinstance(config.data.held_out, int | float)
@@ -335,7 +336,7 @@ def open_ahead(config: Config, progress: sources.Progress | None = None) -> tupl
     return train_rows, dataclasses.replace(held_out, seed=0, repeat=False, description=about)
 
 
-def _open_training(config: Config, progress: sources.Progress | None) -> AheadLoader:
+def _open_training(config: Config, progress: sources.Progress | None, say: Callable[[str], None]) -> AheadLoader:
     data = config.data
     source, encoder, _ = encoders.open_source(config, progress, hashed=False)
     assert isinstance(encoder, tokenizer.Tokenizer)
@@ -350,7 +351,8 @@ def _open_training(config: Config, progress: sources.Progress | None) -> AheadLo
     files = [file for unit in units for file in unit.files]
     facts = [[one.far.version if one.far else one.path.name, one.size_bytes, one.span, one.field] for one in files]
     left_out = hashlib.sha256(apart.tobytes()).hexdigest()
-    about = json.dumps([facts, encoder.fingerprint, left_out, data.packing, data.seq])
+    kind = config.objective, data.masked_share
+    about = json.dumps([facts, encoder.fingerprint, left_out, data.packing, data.seq, kind])
     lanes = plural(rows.lanes, "lane")
     notes = filter(None, [f"training: texts tokenized ahead, in {lanes} ({source.description})", source.notes])
     loader = _InOrder(
@@ -361,15 +363,17 @@ def _open_training(config: Config, progress: sources.Progress | None) -> AheadLo
         repeat=True,
         description="\n".join(notes),
         fingerprint=f"ahead-{hashlib.sha256(about.encode()).hexdigest()[:24]}",
+        token_masks=token_masks(config, encoder),
     )
-    return AheadLoader(rows, loader)
+    return AheadLoader(rows, loader, say)
 
 
 def _check(config: Config) -> None:
     """Raises InputError if what a config asks for cannot be tokenized ahead."""
     data = config.data
-    if data.conversations or data.fields:
-        what, fix = "records", "name texts, or leave data.tokenize out"
+    reads_text = config.objective in ("causal", "masked", "replaced") and not config.model.vision
+    if data.conversations or data.fields or not reads_text:
+        what, fix = "records", "name texts and a model of texts, or leave data.tokenize out"
     elif sources.random_rows(data.source) is not None or tokens.find_folders(data) or token_files.name_of_files(data):
         what, fix = f"{data.sources[0].path}, which is no text", "leave data.tokenize out"
     elif data.sources[0].weight:

@@ -46,7 +46,7 @@ class Request(NamedTuple):
 class Chunk(NamedTuple):
     """The tokens of some documents after one another, of which the first may have begun in the chunk before."""
 
-    tokens: np.ndarray  # uint32
+    tokens: np.ndarray  # uint16 where the vocabulary allows it, or uint32
     is_last: bool  # of its unit
     taken_s: float
     replaced_bytes: int  # for which the tokenizer has no token
@@ -68,7 +68,7 @@ def chunks(work: Work, encoder: Tokenizer, unit: Unit, skipped: int) -> Iterator
         before = encoder.replaced_bytes
         texts = [making.split_texts(document, encoder) for document, _ in documents]
         encoded = iter(making.encode_documents(encoder, [text for each in texts for text in each]))
-        made: list[Any] = [np.empty(0, np.uint32)]
+        made: list[Any] = [[]]
         for (document, hashed), each in zip(documents, texts, strict=True):
             is_left_out = making.contains(work.apart, hashed)
             for at, text in enumerate(each, 1):
@@ -79,7 +79,8 @@ def chunks(work: Work, encoder: Tokenizer, unit: Unit, skipped: int) -> Iterator
                 if is_open and (at < len(each) or not (isinstance(document, Section) and document.goes_on)):
                     made.append([*encoder.after, encoder.end])
                     is_open = False
-        tokens = np.concatenate([np.asarray(one, np.uint32) for one in made])
+        dtype = np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32
+        tokens = np.concatenate([np.asarray(one, dtype) for one in made])
         replaced = encoder.replaced_bytes - before
         said = str(notes) if notes and is_last else ""
         yield Chunk(tokens, is_last, time.perf_counter() - began, replaced, said)
@@ -128,5 +129,8 @@ def main() -> None:
             answer = answers.find(request)
         except (InputError, RunFailed) as error:
             answer = error
-        pickle.dump(answer, out, protocol=pickle.HIGHEST_PROTOCOL)
-        out.flush()
+        try:
+            pickle.dump(answer, out, protocol=pickle.HIGHEST_PROTOCOL)
+            out.flush()
+        except BrokenPipeError:  # nobody waits for it any longer
+            os._exit(0)

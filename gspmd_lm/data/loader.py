@@ -179,14 +179,19 @@ def open_loaders(
     InputError if the source, the tokenizer, the labels or their sizes do not fit.
     """
     data, masked = config.data, config.objective in ("masked", "replaced")
+    if data.tokenize == "ahead":
+        raise InputError(
+            "data.tokenize=ahead: which rows there are is not known before a run reads them\n"
+            "  fix   look at some of the files, with --set data.tokenize=once"
+        )
     if found := objects.open_media(config, progress, known):
         return _media_loaders(config, found)
     check_objective(config)
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
-    folders, made = find_folders(data), None
-    foreign = not folders and token_files.name_of_files(data)
+    foreign, made = token_files.name_of_files(data), None
+    folders = [] if foreign else find_folders(data)
     if foreign:
         tokens = encoders.open_encoder(config)
         assert isinstance(tokens, tokenizer.Tokenizer)
@@ -199,10 +204,7 @@ def open_loaders(
     else:
         source, tokens, made = encoders.open_source(config, progress, known)
         opened = cache.open_cache(source, tokens, data.held_out_share, progress)
-    all_masks = None
-    if masked and isinstance(tokens, tokenizer.Tokenizer):
-        mask = tokens.mask if config.objective == "masked" else None
-        all_masks = packing.Masks(mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
+    all_masks = token_masks(config, tokens) if isinstance(tokens, tokenizer.Tokenizer) else None
     lost = opened.replaced_bytes
     replaced = f", {lost:,} bytes or characters that no token stands for" if lost else ""
     if opened.spelled_ends and isinstance(tokens, tokenizer.Tokenizer):
@@ -291,6 +293,14 @@ def open_loaders(
     if not data.held_out_sources and not data.held_out_share:
         return train, None
     return train, loader_of("evaluation", [opened.held_out])
+
+
+def token_masks(config: Config, tokens: tokenizer.Tokenizer) -> packing.Masks | None:
+    """The masks of the rows to train on; None if the objective asks for none."""
+    if config.objective not in ("masked", "replaced"):
+        return None
+    mask, data = tokens.mask if config.objective == "masked" else None, config.data
+    return packing.Masks(mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
 
 
 def _media_loaders(config: Config, found: media.Opened) -> tuple[Loader, Loader | None]:

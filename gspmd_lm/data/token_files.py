@@ -100,8 +100,8 @@ def name_of_files(data: Data) -> str:
     named, others = ([path for path, are in found if are == side] for side in (True, False))
     if named and others:
         raise InputError(
-            f"data.source: {named[0]} has tokens, and {others[0]} does not: they are not read together\n"
-            "  fix   name files of one kind"
+            f"data.source: {named[0]} is a token file of another program, and {others[0]} is none: they are not read "
+            "together\n  fix   name sources of one kind"
         )
     if named and (data.conversations or data.fields):
         key = "fields" if data.fields else "messages_field"

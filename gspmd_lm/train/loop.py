@@ -368,8 +368,6 @@ class _Training:
         self.last = self.meter.read(self.done, values)
         self.log.write(self.done, self.last | self.wall_time.totals())
         self.shown.line(self.done, self.last, self.meter.left_s(self.done))
-        if isinstance(self.run.rows[0], AheadLoader):
-            self.run.rows[0].say_rate(self.say, self.last)
         if self.done == self.start + 1:
             self.say(f"step {self.done}: {self.meter.first_step_s:.2f} s, with one-time work; left out of step times")
 
@@ -392,8 +390,7 @@ class _Training:
 
     def _save(self) -> None:
         run, rows, best = self.run, self.run.rows[0], self.best
-        extra = {"data": rows.fingerprint, "batch": run.batch, "rules": run.step.rules.path}
-        extra["best"] = dataclasses.asdict(best)
+        extra = {"data": rows.fingerprint, "batch": run.batch, "rules": run.step.rules.path, "best": vars(best)}
         if isinstance(rows, AheadLoader):
             extra["positions"] = processes.gather(rows.positions(self.done))
         with self.save_clock.saving(), self.wall_time.spending("saves"):

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.config import nest
-from gspmd_lm.data import ahead, making
+from gspmd_lm.data import ahead, loader, making
 from gspmd_lm.errors import InputError, RunFailed
 from tests.data.answering import Here
 
@@ -105,6 +104,13 @@ def test_an_epoch_has_each_document_once_in_an_order_of_the_seed(opened, texts):
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
+def test_masks_are_those_of_the_rows_of_other_sources(opened):
+    rows, _ = opened(model={"attention.mask": "full"})
+    (row,) = _read(rows, [3])
+    chosen = row["targets"] >= 0
+    assert rows.in_order.token_masks.seed == 0 and 0 < chosen.mean() < 0.4 and (row["tokens"][chosen] == 0).any()
+
+
 def test_a_bucket_gives_the_rows_of_its_files_and_keeps_no_copy(opened, tmp_path):
     store = fsspec.filesystem("file")
     assert store.exists("texts")
@@ -125,23 +131,21 @@ def test_files_for_evaluation_are_tokenized_before_and_left_out(opened, texts):
     assert "5 17 x" in seen and "0 17 x" not in seen
 
 
-def test_a_rate_is_told_and_a_process_that_dies_is_an_error(opened, caplog):
+def test_a_process_that_dies_is_an_error(opened):
     rows, _ = opened()
     _read(rows, range(3))
-    said = []
-    for values in ({}, {"step_time_s": 0.75, "data_wait_s": 0.25}, {"step_time_s": 9, "data_wait_s": 0}):
-        rows.say_rate(said.append, values)
-    assert re.fullmatch(r"tokenized ahead: up to \S+ tokens/s by \d+ \w+ here; the steps need 256 tokens/s", *said)
     for process in rows.rows.processes:
         os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(RunFailed, match=r"a process that tokenizes ended with code -9\n  fix "):
         _read(rows, range(3, 99))
 
 
-def test_a_text_that_cannot_be_read_is_named(opened):
+def test_what_gives_no_rows_is_said(opened):
     Path("texts/0.jsonl.gz").write_bytes(gzip.compress(b'{"text": 5}\n'))
     with pytest.raises(InputError, match=r"0\.jsonl\.gz:1: text is a int, not text\n  fix "):
         _read(opened("texts/0.jsonl.gz")[0], range(1))
+    with pytest.raises(InputError, match=r"no unit of it has a row of data\.seq \+ 1 = 4,097 tokens"):
+        _read(opened("texts/[12].jsonl.gz", seq=4096, packing="stream", model={"context": 4096})[0], range(1))
 
 
 @pytest.mark.parametrize(
@@ -150,6 +154,7 @@ def test_a_text_that_cannot_be_read_is_named(opened):
         ({"held_out": 0.1}, r"data\.held_out=0\.1, a share"),
         ({"source": [{"path": "texts", "weight": 1}, {"path": "stdlib", "weight": 2}]}, "sources with weights"),
         ({"messages_field": "m", "tokenizer": "x"}, "records"),
+        ({"model": {"classes.count": 2, "attention.mask": "full"}}, "records"),
         ({"source": "random:4"}, "random:4, which is no text"),
         ({"source": "a.bin", "token_dtype": "uint16"}, r"a\.bin, which is no text"),
         ({"tokenizer": "bpe:300", "model": {"vocab": 300}}, "data.tokenizer=bpe:300"),
@@ -158,3 +163,8 @@ def test_a_text_that_cannot_be_read_is_named(opened):
 def test_what_is_not_known_before_it_is_read_is_refused(opened, settings, message):
     with pytest.raises(InputError, match=rf"data\.tokenize=ahead does not go with {message}(.|\n)*  fix "):
         opened(**settings)
+
+
+def test_the_rows_are_not_opened_as_those_that_are_known_before():
+    with pytest.raises(InputError, match=r"data\.tokenize=ahead: which rows there are is not known .*\n  fix .*=once"):
+        loader.open_loaders(_config())

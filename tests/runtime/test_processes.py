@@ -10,6 +10,7 @@ import sys
 import venv
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ import gspmd_lm
 from gspmd_lm import cli
 from gspmd_lm.errors import STOPPED
 from gspmd_lm.launch.local import free_port
+from gspmd_lm.runtime import processes
 from tests.quick import QUICK_FLAGS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -192,6 +194,21 @@ def test_processes_that_were_not_given_the_same_end_before_the_first_step(tmp_pa
         assert all(difference in output for difference in differences)
         assert "step " not in output and "Traceback" not in output
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_the_first_process_gathers_what_all_have(monkeypatch):
+    """With a store in place of jax's, which processes write to one after the other."""
+    assert processes.gather({"alone": 1}) == [{"alone": 1}]
+    store = {}
+    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(processes, "client", lambda: SimpleNamespace(key_value_set=store.__setitem__))
+    monkeypatch.setattr(processes, "read_stored", lambda key: store.get(key))
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(processes, "next_key", lambda what: what)
+    for index in (2, 1, 0):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        gathered = processes.gather({"of": index})
+        assert gathered == ([{"of": 0}, {"of": 1}, {"of": 2}] if index == 0 else [])
 
 
 @pytest.mark.slow
