@@ -70,7 +70,8 @@ def main() -> None:
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
         published = f"{published_ms:.0f} ms ({1e3 * step_s / published_ms - 1:+.0%})" if published_ms else ""
         cells = name, f"`{target}`, {axes}", where, human_seconds(step_s), human_seconds(bound_s)
-        more = f"{report.memory_bound_share:.0%}", human_seconds(report.prediction.matmul_s), human_bytes(report.sent_bytes)
+        matmuls, sent = human_seconds(report.prediction.matmul_s), human_bytes(report.sent_bytes)
+        more = f"{report.memory_bound_share:.0%}", matmuls, sent
         print(f"| {' | '.join((*cells, *more, published))} |", flush=True)
         found.append({"model": name, "target": target, "mesh": mesh, "cache": where, "batch": batch, "slots": SLOTS,
                       "step_ms": round(1e3 * step_s, 3), "memory_bound_ms": round(1e3 * bound_s, 3),

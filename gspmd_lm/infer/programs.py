@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
@@ -286,7 +287,7 @@ class GenerationPrograms(Forward):
         """The state with the tokens that come into its slot, and their choice."""
         position_B = state.slot - _begins(self.model, state.start_B)
         with scope("of", SAMPLING):
-            logits_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)[:, : self.config.model.vocab]
+            logits_BV = jax.lax.with_sharding_constraint(logits_BV, self._by_rows)[:, : self.config.model.vocab]
             if self.processors:
                 new = state.slot - self.sizes.prompt
                 logits_BV = self.processors(logits_BV, state.history_BT, state.slot, position_B, new)
@@ -296,6 +297,15 @@ class GenerationPrograms(Forward):
             if self.processors:
                 state = state._replace(history_BT=with_tokens(state.history_BT, choice.tokens_B, state.slot))
             return state._replace(tokens_B=choice.tokens_B), choice
+
+    @functools.cached_property
+    def _by_rows(self) -> NamedSharding:
+        """The sharding of logits from which tokens are chosen: each device has whole rows, and few if they divide."""
+        axes, first = [], self.rules.split("rules", "logits", "batch")
+        for name in (*first, *(name for name in self.rules.mesh if name not in first)):
+            if self.sizes.rows % self.rules.num_shards([*axes, name]) == 0:
+                axes.append(name)
+        return NamedSharding(self.mesh, PartitionSpec(tuple(axes)))
 
     def _text_tokens(self, prompts: Prompts) -> jax.Array:
         """What the slots of each prompt hold of its text. An image, and what an encoder reads, are no part of it."""

@@ -96,7 +96,7 @@ def _is_within(value: Any, least: float, most: float) -> bool:
 
 
 def choose(logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array, position_B: jax.Array) -> Choice:
-    """The next token of each row. logits_BV: float32, not padded, whole on every device.
+    """The next token of each row. logits_BV: float32, not padded, split by rows or not at all.
 
     The noise depends on nothing but the seed, the number of the row's prompt and the position that the token will
     have in its text: not on the batch that the row is in, nor on how arrays are split.

@@ -81,14 +81,18 @@ def test_a_tensor_parallel_decode_step_reduces_twice_per_layer_and_holds_its_par
 
 
 @pytest.mark.slow
-def test_a_decode_step_on_a_tpu_has_a_time(report_of):
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, compute_dtype="bfloat16"))
-    found = report_of("decode_tp8", "decode", "v5e:2x4", config)
+def test_a_decode_step_on_a_tpu_has_a_time_and_does_not_copy_the_cache(report_of):
+    """The compiler chooses the order in which it lies. One order for all layouts had this one copied four times."""
+    sizes = {"compute_dtype": "bfloat16", "kv_heads": 1, "head_dim": 128, "context": 8192}
+    config = dataclasses.replace(
+        CONFIG, model=with_values(CONFIG.model, sizes), data=dataclasses.replace(CONFIG.data, seq=8192)
+    )
+    found = report_of("decode_rows8", "decode", "v5e:2x4", config)
     assert found.prediction and found.prediction.step_time_s > found.floor.memory_s > found.floor.compute_s > 0
     assert found.prediction.tokens_per_s_per_device == pytest.approx(1 / found.prediction.step_time_s)
     assert "not compared" in found.prediction.error
     assert found.memory_bound_share == found.floor.memory_s / found.prediction.step_time_s
-    assert found.memory.temporaries_bytes < found.memory.cache_bytes / 4  # the cache is not copied
+    assert found.memory.temporaries_bytes < found.memory.cache_bytes / 2
 
 
 @pytest.mark.slow  # by default, the next test asks a decode step of a GPU in which order it wants the cache

@@ -33,7 +33,8 @@ def test_a_step_of_decode_says_which_share_of_the_memory_bound_it_reaches():
     decode = dataclasses.replace(sample.LLAMA, phase="decode")
     assert decode.prediction
     share = decode.floor.memory_s / decode.prediction.step_time_s
-    assert re.search(rf"memory bound +{share:.0%} of it is reached: weights and cache are read once in \d", shown([decode], 120))
+    said = f"{share:.0%} of it is reached: weights and cache are read once in"
+    assert re.search(rf"memory bound +{said} \d", shown([decode], 120))
     assert "memory bound" not in shown([sample.LLAMA], 120)
 
 
