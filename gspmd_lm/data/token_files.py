@@ -17,7 +17,7 @@ from gspmd_lm.config.data import Source
 from gspmd_lm.data import formats, remote
 from gspmd_lm.data.corpus import STDLIB, STDLIB_PAIRS
 from gspmd_lm.data.folders import Folder
-from gspmd_lm.data.packing import LAST, InMemory
+from gspmd_lm.data.packing import LAST
 from gspmd_lm.data.shards import Shards, Span
 from gspmd_lm.data.tokenizer import Bytes, Tokenizer
 from gspmd_lm.data.tokens import MANIFEST, Tokens, TokenSplit
@@ -36,7 +36,6 @@ _IDX_KINDS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _LLM_C_BYTES = 1024
 _SAMPLE_BYTES = 4096  # what is read of the beginning and of the end of a file, to tell it from others
-_TYPE = np.dtype(np.uint32)  # of the tokens that are read
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +61,7 @@ class FlatFile:
         return begin + start * size, begin + stop * size
 
     def decode(self, start: int, stop: int, raw: bytes) -> np.ndarray:
-        """The tokens, uint32, with LAST at those with which the index says that documents end.
+        """The tokens, with LAST at those with which the index says that documents end.
 
         Raises InputError for a number that is no token of the model.
         """
@@ -78,6 +77,8 @@ class FlatFile:
                 "  fix   set data.tokenizer to the one that the file was made with, and model.vocab to 0 or its size,\n"
                 "        or data.token_dtype to the numbers that the file has"
             )
+        if not self.marks_ends:
+            return ids
         tokens = ids.astype(np.uint32)
         first, last = np.searchsorted(self.stops, [at, at + len(ids)], "right")
         tokens[self.stops[first:last] - 1 - at] |= LAST
@@ -151,20 +152,20 @@ def open_files(config: Config, tokenizer: Tokenizer) -> Tokens:
     cuts = [[one.cut(data.held_out_share) for one in group] for group in found]
     held_out = apart or [rest for group in cuts for _, rest in group]
     names = [", ".join(one.path for one in group) for group in (*groups, data.held_out_sources)]
+    is_short = all(one.dtype.itemsize <= 2 and not one.marks_ends for one in every)
+    dtype = np.dtype(np.uint16 if is_short else np.uint32)
     splits = [
-        TokenSplit(name, group[0].weight, Shards([one for one, _ in pairs if one.tokens], _TYPE))
+        TokenSplit(name, group[0].weight, Shards([one for one, _ in pairs if one.tokens], dtype))
         for name, group, pairs in zip(names[:-1], groups, cuts, strict=True)
     ]
     fingerprint = hashlib.sha256("".join(one.fingerprint for one in every).encode()).hexdigest()[:24]
     count = sum(one.tokens for one in every)
-    by_index = " their .idx says," * any(one.marks_ends for one in every)
-    where = f"; documents end where{by_index} the token {tokenizer.end} stands" if data.packing == "documents" else ""
+    by_index = " and where an .idx says so" * any(one.marks_ends for one in every)
+    where = f"; documents end at the token {tokenizer.end}{by_index}" if data.packing == "documents" else ""
     return Tokens(
         train=tuple(splits),
         held_out=TokenSplit(
-            names[-1] or ", ".join(names[:-1]),
-            None,
-            Shards([one for one in held_out if one.tokens], _TYPE) if held_out else InMemory(np.empty(0, _TYPE)),
+            names[-1] or ", ".join(names[:-1]), None, Shards([one for one in held_out if one.tokens], dtype)
         ),
         description=f"{', '.join(filter(None, names))}: {plural(len(every), 'file')} of {count:,} tokens, "
         f"fingerprint {fingerprint[:12]}{where}",

@@ -106,7 +106,7 @@ def test_an_index_says_where_documents_end_though_no_token_does():
     assert row["tokens"].tolist() == [[1, 2, 3, 4, 5]] and row["segment_ids"].tolist() == [[1, 1, 1, 2, 2]]
     assert row["targets"].tolist() == [[2, 3, -1, 5, -1]], "the last token of a document has no target"
     assert apart["tokens"].tolist() == [[7, 8, 9, 10, 11]], "the cut is at the end of a document"
-    assert "documents end where their .idx says, the token 256 stands" in opened.description
+    assert "documents end at the token 256 and where an .idx says so" in opened.description
 
 
 def test_each_process_reads_its_share_of_a_bucket(documents, monkeypatch):
