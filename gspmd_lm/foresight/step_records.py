@@ -228,7 +228,7 @@ def correct(target: Target, records: Sequence[StepRecord], place: str) -> Target
 
 def _overall(record: StepRecord) -> dict[str, float]:
     assert record.predicted_s
-    ratio = (record.measured_s - record.wait_s) / record.predicted_s
+    ratio = max(record.measured_s - record.wait_s, 0.01 * record.measured_s) / record.predicted_s
     return dict.fromkeys((*KINDS, *LINKS), ratio)
 
 

@@ -434,14 +434,14 @@ class _Training:
                 f"for --step={best.step}"
             )
         if run.programs.report and self.is_main:
-            self._compare(run.programs.report)
+            with self.wall_time.spending("start"):  # what has no kind of its own: a trace may take seconds to read
+                self._compare(run.programs.report)
 
     def _compare(self, report: PreRunReport) -> None:
         """Prints predictions beside measurements, where there are both."""
         if measured := self.meter.measured_step(self.run.workdir, self.run.profile, self.trace_file):
             report.compare(measured)
-        used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        if report.peak_bytes and used:
+        if report.peak_bytes and (used := (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")):
             self.say(f"memory: compiled {human_bytes(report.peak_bytes)}, measured {human_bytes(used)} at its peak")
 
     def _meter(self) -> progress.Meter:

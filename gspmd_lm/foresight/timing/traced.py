@@ -7,7 +7,9 @@ Until the last device has come to a collective, the first ones wait for devices 
 
 import collections
 import dataclasses
+import itertools
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -56,7 +58,7 @@ class TracedStep(NamedTuple):
         chip = network.chip
         assert chip
         predicted = Simulation(module, chip, network)
-        uneven = 1 + self.exposed_s.get(PEERS, 0.0) / sum(self.compute_s.values())
+        uneven = 1 + self.exposed_s.get(PEERS, 0.0) / (sum(self.compute_s.values()) or 1.0)
         found = {
             kind: max(seconds / predicted.compute_s[kind], LEAST_FACTOR)
             for kind in KINDS
@@ -170,29 +172,33 @@ def _arrivals(
             yield place, begin_ns, min(max(begin_ns, *begins), end_ns), end_ns
 
 
-def _events(xspace: bytes, program: str) -> Iterable[tuple[int, str, float, float]]:
+def _events(xspace: bytes, program: str) -> list[tuple[int, str, float, float]]:
     """The device, instruction, begin and duration of each event of a program; '' where its instruction is not named.
 
     A device has the number that it has in its process.
     """
-    for plane in jax.profiler.ProfileData.from_serialized_xspace(xspace).planes:
-        numbered = re.match(r"/device:[A-Z]+:(\d+)", plane.name)
-        lines = list(plane.lines)
-        if any(line.name == _OPERATIONS for line in lines):
-            lines = [line for line in lines if line.name == _OPERATIONS]
-        elif plane.name.startswith("/device:TPU"):
-            continue
-        for line in lines:
-            for event in line.events:
+    found = []
+    with warnings.catch_warnings():
+        # With Python 3.13, jaxlib 0.12 warns of its own binding, and aborts where that warning is an error.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in jax.profiler.ProfileData.from_serialized_xspace(xspace).planes:
+            numbered = re.match(r"/device:[A-Z]+:(\d+)", plane.name)
+            lines = list(plane.lines)
+            if any(line.name == _OPERATIONS for line in lines):
+                lines = [line for line in lines if line.name == _OPERATIONS]
+            elif plane.name.startswith("/device:TPU"):
+                continue
+            for event in itertools.chain.from_iterable(line.events for line in lines):
                 facts = dict(event.stats)
                 if facts.get("hlo_module", program) != program:
                     continue
                 name = facts.get("hlo_op", "")
-                if not name and line.name == _OPERATIONS and (written := _NAME.match(event.name)):
+                if not name and lines[0].name == _OPERATIONS and (written := _NAME.match(event.name)):
                     name = written.group(1)
                 if name or numbered:
                     device = int(numbered.group(1)) if numbered else facts.get("device_ordinal", 0)
-                    yield device, name, event.start_ns, event.duration_ns
+                    found.append((device, name, event.start_ns, event.duration_ns))
+    return found
 
 
 class _Part(NamedTuple):
