@@ -23,7 +23,7 @@ LONGEST = (
     "convert/test_families.py", "train/test_promise.py", "foresight/test_bounds.py", "train/test_pipeline.py",
     "test_trained_tasks.py", "runtime/test_processes.py", "plan/test_sent.py", "train/test_loop.py",
     "cli/test_commands.py", "foresight/test_explain.py", "cli/test_verbs.py",
-    "foresight/test_said_once.py", "program/test_operands.py",
+    "foresight/test_said_once.py", "program/test_operands.py", "launch/test_tpu.py", "plan/test_elastic.py",
     "test_other_models.py", "train/test_context_layouts.py", "foresight/test_step_flops.py", "convert/test_kinds.py",
     "infer/test_generate.py", "test_api.py", "test_layouts.py", "explore/test_own_programs.py",
     "explore/test_workbench.py", "explore/test_server.py", "explore/test_explore_fuzz.py", "workdir/test_failures.py",

@@ -41,6 +41,12 @@ RENAMED = (*references.NEARLY, "mixtral", "ernie", "starcoder-all-heads", "longr
 NUMBERS = [name for name in CASES if name not in RENAMED]
 # Those whose logits are compared under a layout by default, or whose tokens are in infer/test_references.py.
 ELSEWHERE = ("falcon-7b", "gemma3n", "gpt2", "phi3")
+# Relatives of cases that the default run has. `pytest -m parity` compares their logits, and their gradients too.
+RELATIVES = (
+    "mistral", "qwen2", "gemma", "glm", "gptneox-sequential", "granite", "olmo", "olmo2", "smollm3", "starcoder2",
+    "stablelm-parallel", "nemotron", "seed-oss", "arcee", "phi", "dynamic", "glm4-moe", "deepseek-v2", "t5-v1.1", "mt5",
+    "mbart",
+)  # fmt: skip
 ALL_DTYPES = ("gpt2", "phimoe")
 
 
@@ -56,7 +62,7 @@ def logits_are_those_of(golden, logits):
 
 
 @pytest.mark.parametrize(
-    "name", references.marked([name for name in CASES if name not in BACKWARD], (*RENAMED, *ELSEWHERE))
+    "name", references.marked([name for name in CASES if name not in BACKWARD], (*RENAMED, *ELSEWHERE, *RELATIVES))
 )
 def test_logits_are_those_of_transformers(name, tmp_path):
     golden = references.load(name)
