@@ -65,6 +65,8 @@ def chunks(work: Work, encoder: Tokenizer, unit: Unit, skipped: int) -> Iterator
         if number < skipped:
             is_open = bool(documents) and isinstance(last := documents[-1][0], Section) and last.goes_on
             continue
+        if number == 0:
+            is_open = bool(documents) and isinstance(first := documents[0][0], Section) and first.resumes
         before = encoder.replaced_bytes
         texts = [making.split_texts(document, encoder) for document, _ in documents]
         encoded = iter(making.encode_documents(encoder, [text for each in texts for text in each]))

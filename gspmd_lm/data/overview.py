@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import encoders, formats, labelled, media, readers, sources, speed, tokens
+from gspmd_lm.data import encoders, formats, labelled, making, media, readers, sources, speed, token_files, tokens
 from gspmd_lm.data import loader as loaders
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.data.remote import Progress
@@ -234,7 +234,7 @@ def _check(config: Config) -> Iterator[str]:
     count = sources.random_rows(data.source)
     if count is not None:
         yield f"{count:,} random rows"
-    elif tokens.find_folders(data):
+    elif token_files.name_of_files(data) or tokens.find_folders(data):
         for rows in filter(None, loaders.open_loaders(config)):
             yield rows.description
             count = count or len(rows.rows)
@@ -259,7 +259,7 @@ def _look_at_texts(config: Config) -> tuple[list[str], int | None]:
     lines, sample_bytes = [source.description, *source.notes.splitlines()], sum(map(len, sample))
     if encoder is None or isinstance(encoder, labelled.Labelled) or not sample_bytes:
         return lines, None
-    per_byte = sum(map(len, encoder.encode_all(sample))) / sample_bytes
+    per_byte = sum(map(len, making.encode_documents(encoder, sample))) / sample_bytes
     if not all(_is_plain(file) for part in source.parts for file in part.files):
         return [f"{lines[0]}; {1 / per_byte:.3g} bytes a token in the first documents", *lines[1:]], None
     whole = per_byte * sum(part.size_bytes for part in source.parts) * (1 - data.held_out_share)

@@ -12,9 +12,10 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.config import nest
-from gspmd_lm.data import ahead, loader, making
+from gspmd_lm.data import ahead, ahead_process, loader, making, readers, tokenizer
 from gspmd_lm.errors import InputError, RunFailed
 from tests.data.answering import Here
+from tests.data.test_tokens import framing
 
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 64}
 END, FILES, DOCUMENTS = 256, 6, 40
@@ -102,6 +103,18 @@ def test_an_epoch_has_each_document_once_in_an_order_of_the_seed(opened, texts):
         assert (np.bincount(seen)[:END] == np.bincount(want, minlength=END)).all()
         orders.append([rows.rows.unit(0, ahead.Place(unit=i)) for i in range(rows.rows.units_of(0))])
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+
+
+def test_the_parts_of_a_large_text_are_one_text(opened, monkeypatch):
+    """Each unit has a part of the text. The tokens that stand around a text stand around all of it."""
+    named, frame = framing(Path("framing"))
+    monkeypatch.setattr(readers, "SECTION_BYTES", 100)
+    Path("book.txt").write_text("".join(f"line {i} of a book\n" for i in range(300)))
+    rows, _ = opened("book.txt", {"vocab": 300}, **named)
+    work, encoder = rows.rows.work, tokenizer.load_tokenizer(rows.rows.work.tokenizer)
+    assert len(work.units) > 5
+    made = [one.tokens for unit in work.units for one in ahead_process.chunks(work, encoder, unit, 0)]
+    assert [(np.concatenate(made) == token).sum() for token in frame] == [1, 1, 1]
 
 
 def test_masks_are_those_of_the_rows_of_other_sources(opened):

@@ -123,7 +123,7 @@ def _stream(path):
     return np.asarray(tokens.open_folder(made, manifest).train[0].stream), len(manifest["splits"][0]["shards"])
 
 
-def _framing(folder):
+def framing(folder):
     """A tokenizer whose texts begin with <s>, have <|end|> behind them, and end with </s>; and these three ids."""
     made = tokenizers.Tokenizer.from_file(str(conversations.write_tokenizer(folder, None) / "tokenizer.json"))
     ids = {name: made.token_to_id(name) for name in ("<s>", "<|end|>", "</s>")}
@@ -141,7 +141,7 @@ def test_a_source_in_parts_has_the_same_documents(monkeypatch, folder, bucket):
     (folder / "c.txt").write_text(f"short\n{'w' * 20_000} words\n{book}")  # a line with several parts
     for name in "bc":
         bucket.put_file(f"{name}.txt", f"/texts/{name}.txt")
-    named, frame = _framing(folder / "framing")
+    named, frame = framing(folder / "framing")
     monkeypatch.setattr(readers, "SECTION_BYTES", 500)
     streams = {}
     for number, source in enumerate(("a.jsonl", "b.txt", "[bc].txt", "memory://texts")):
