@@ -183,8 +183,8 @@ def _arrivals(
 def _events(xspace: bytes, program: str) -> list[tuple[int, str, str, float, float]]:
     """The device, instruction, kernel, begin and duration of each event of a program.
 
-    A device has the number that it has in its process. The instruction is '' where it is not named. Kernels are those of
-    GPUs; elsewhere they are ''.
+    A device has the number that it has in its process. The instruction is '' where it is not named, and the kernel is
+    '' elsewhere than on GPUs.
     """
     found = []
     with warnings.catch_warnings():
