@@ -177,7 +177,7 @@ def _arrivals(
         peers = {peer for group in groups if place in group for peer in group if peer in ordered}
         for number, (begin_ns, end_ns) in enumerate(pairs):
             begins = [ordered[peer][number][0] for peer in peers if number < len(ordered[peer])]
-            yield place, begin_ns, min(max(begin_ns, *begins), end_ns), end_ns
+            yield place, begin_ns, min(max([begin_ns, *begins]), end_ns), end_ns
 
 
 def _events(xspace: bytes, program: str) -> list[tuple[int, str, str, float, float]]:
