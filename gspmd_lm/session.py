@@ -439,7 +439,7 @@ def _compare_step(
                 record, measured, compiled.as_text(), network, target.local_partitions(built.mesh)
             )
         except Exception as error:  # the run has reached its end, whatever its trace holds
-            session.say(f"warning: {measured.trace}: the parts of a step are not known ({_reason(error)})")
+            session.say(f"warning: the trace cannot be read, and the parts of a step are not known ({_reason(error)})")
     try:
         step_records.keep(record)
     except Exception as error:  # a store raises what it likes

@@ -251,7 +251,7 @@ class _Training:
         self.state, self.best = state, best
         self.interrupted = False  # whether the run was asked to stop
         self.last: dict[str, float] = {}  # the values that were logged last
-        self.trace_file: epath.Path | None = None
+        self.trace_file: Any = None  # the path of the profiler's file
         self.meter = self._meter()
         self.skipped_steps = SkippedSteps(checkpoints, self.config.max_skipped)
         self.save_clock, self.agreed = saving.Clock(self.config.checkpoint_minutes), Agreement(start)
@@ -304,7 +304,7 @@ class _Training:
             self._say_how_it_ended()
         return self.last
 
-    def _trace(self, trace: Callable[[int | None], epath.Path | None], at: int | None) -> None:
+    def _trace(self, trace: Callable[[int | None], Any], at: int | None) -> None:
         """Begins or ends the trace of --profile where that is due before step `at`, or None at the end of the run."""
         if self.run.profile and (at is None or at in self.run.profile):
             jax.block_until_ready(self.state)  # so that the trace has whole steps

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ class MeasuredStep(NamedTuple):
     seconds: float  # of a step: the median, without evaluation and saving, and without traced steps if there are others
     wait_s: float  # of them, waiting for rows
     steps: int  # that the run has taken
-    trace: epath.Path | None  # the profiler's file of whole steps; None without a trace
+    trace: Path | None  # the profiler's file of whole steps, for as long as the run; None without a trace
     traced_steps: int
 
 

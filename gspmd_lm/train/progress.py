@@ -25,7 +25,6 @@ from gspmd_lm.workdir.wall_time import WallTime
 
 _log = logging.getLogger(__name__)
 SHORT = {"tokens": "tok", "rows": "rows"}  # the unit of a speed -> its abbreviation
-XPLANE = ".xplane.pb"  # the end of the name of a profiler's file with all events
 HEADED = 20  # a heading stands above every so many lines
 WAITING, WAITING_S = 0.1, 0.005  # a step that waits for data for such a share of its time, and so long, says so
 # Heading, width, and how a value is shown. A line has 80 columns at most: docs/monitoring.md explains the columns.
@@ -152,7 +151,7 @@ class Meter:
         return logged
 
     def measured_step(
-        self, workdir: epath.Path, profile: tuple[int, int] | None, trace: epath.Path | None
+        self, workdir: epath.Path, profile: tuple[int, int] | None, trace: Path | None
     ) -> MeasuredStep | None:
         """The step of the run so far; None after fewer than two steps.
 
@@ -331,10 +330,11 @@ def _time(value: float) -> str:
 @contextlib.contextmanager
 def profile_steps(
     profile: tuple[int, int] | None, begin: int, end: int, folder: epath.Path, say: Callable[[str], None]
-) -> Iterator[Callable[[int | None], epath.Path | None]]:
+) -> Iterator[Callable[[int | None], Path | None]]:
     """A context of a function that is called before each step, with its number. It traces the steps in `profile`.
 
-    It gives the file of this process's trace once that is written. None in place of a number ends a trace early.
+    It gives the file of this process's trace once that is written; the file is there as long as the context. None in
+    place of a number ends a trace early.
     begin, end: of the run. folder: may be remote, because a trace is written elsewhere first, and then copied there.
     `say` warns where the run does not come to the first step of the trace. It also warns where the trace cannot be
     written, and the run goes on without it.
@@ -344,15 +344,15 @@ def profile_steps(
     if profile and not begin <= start < end:
         say(f"warning: --profile={start}:{stop} traces nothing, because the run goes from step {begin} to {end}")
 
-    def at(step: int | None) -> epath.Path | None:
+    def at(step: int | None) -> Path | None:
         nonlocal tracing
         try:
             if tracing and step in (stop, None):
                 tracing = False
                 jax.profiler.stop_trace()
-                copies = _copy(Path(local), folder)
+                _copy(Path(local), folder)
                 say(f"trace of steps {start} to {stop}: {folder}")
-                return next((copy for copy in copies if copy.name.endswith(XPLANE)), None)
+                return next(Path(local).rglob("*.xplane.pb"), None)
             if step == start:
                 jax.profiler.start_trace(local)
                 tracing = True
@@ -368,12 +368,9 @@ def profile_steps(
             at(None)
 
 
-def _copy(local: Path, folder: epath.Path) -> list[epath.Path]:
-    """The copies of the files of a local folder, and of the folders in it, in another one."""
-    copies = []
+def _copy(local: Path, folder: epath.Path) -> None:
+    """Copies the files of a local folder, and of the folders in it, to another one."""
     for file in filter(Path.is_file, local.rglob("*")):
         copy = folder / file.relative_to(local).as_posix()
         copy.parent.mkdir(parents=True, exist_ok=True)
         files.replace(copy, file.read_bytes())
-        copies.append(copy)
-    return copies

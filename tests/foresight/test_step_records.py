@@ -141,12 +141,12 @@ def test_a_trace_or_a_folder_that_is_damaged_costs_a_run_nothing_but_warnings(be
     monkeypatch.setenv("GSPMD_LM_RUNS", str(tmp_path / "file" / "runs"))
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "x.xplane.pb").write_bytes(b"not a trace")
-    measured = MeasuredStep(epath.Path(tmp_path), 20.0, 0.0, 9, epath.Path(tmp_path / "x.xplane.pb"), 2)
+    measured = MeasuredStep(epath.Path(tmp_path), 20.0, 0.0, 9, tmp_path / "x.xplane.pb", 2)
     network = Network(V5E, ((0, 0, 0),), (0,), (0,), {"data": 1})
     built = SimpleNamespace(mesh=jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
     session._compare_step(begun, SimpleNamespace(as_text=lambda: "HloModule m"), sample.LLAMA, network, built, measured)
     first, second, third = begun.console.file.getvalue().splitlines()
-    assert first.startswith(f"warning: {tmp_path / 'x.xplane.pb'}: the parts of a step are not known (")
+    assert first.startswith("warning: the trace cannot be read, and the parts of a step are not known (")
     assert second.startswith("warning: the record of the step is not kept (") and "file" in second
     assert third.startswith("step: measured 20 s, predicted ")
 

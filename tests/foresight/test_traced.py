@@ -72,11 +72,28 @@ def test_what_a_collective_hides_behind_is_compute():
     found = traced_step(xspace(one), 1, program, network(CHIPS["h100"]))
     shown = {name: round(seconds * 1e9) for name, seconds in found.parts_s.items() if seconds}
     assert shown == {"matmuls": 100, "waiting for fsdp": 60}
-    kernels = plane([("ampere_gemm", 160, 400)], "/device:GPU:0", "Stream #3")
+    unknown = plane([("mine", 160, 400)], "/device:GPU:0", "Stream #3")
     with pytest.raises(ValueError, match="names the instructions of 50% of the time of test"):
-        traced_step(xspace(one, kernels), 1, program, network(CHIPS["h100"]))
+        traced_step(xspace(one, unknown), 1, program, network(CHIPS["h100"]))
     with pytest.raises(ValueError, match="0% of the time"):
         traced_step(xspace(plane([("m1", 0, 9)], hlo_module="another")), 1, program, network())
+
+
+def test_kernels_of_a_gpu_are_told_by_their_names():
+    program = module(matmul("m1", 100) + matmul("loop_fusion.2", 9) + reduce("all-reduce.1", 150, FSDP))
+    events = [
+        *(("nvjet_tst_128x256", 0, 100), ("cudnn_generated_sdpa", 100, 120), ("loop_fusion_2", 120, 130)),
+        *(("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 130, 160), ("MemcpyD2D", 160, 165), ("MemcpyD2H", 165, 170)),
+    ]
+    found = traced_step(xspace(plane(events, "/device:GPU:0", "Stream #1")), 1, program, network(CHIPS["h100"]))
+    shown = {name: round(seconds * 1e9) for name, seconds in found.parts_s.items() if seconds}
+    assert shown == {
+        **{"matmuls": 110, "attention": 20, "other compute": 5},
+        **{"waiting for fsdp": 30, "waiting for copies to the host": 5},
+    }
+    other = plane([("ncclDevKernel_SendRecv", 0, 10), ("nvjet", 10, 20)], "/device:GPU:0", "Stream #1")
+    several = traced_step(xspace(other), 1, program, network(CHIPS["h100"]))
+    assert several.exposed_s == {"several axes": pytest.approx(10e-9)} and not several.links
 
 
 def test_the_first_devices_of_a_collective_wait_for_the_last_one():

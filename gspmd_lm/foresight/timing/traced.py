@@ -2,7 +2,8 @@
 
 An event of the trace names the instruction of the compiled program that ran. The program says the kind of its compute,
 or the mesh axes of its collective. At each moment a device computes, or waits for a collective, or does neither: a gap.
-Until the last device has come to a collective, the first ones wait for devices and not for links.
+Until the last device has come to a collective, the first ones wait for devices and not for links. A kernel of a GPU
+whose instruction is not named is told by its own name.
 """
 
 import collections
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import jax
 
 from gspmd_lm.foresight.hlo import HOST_SPACE, Instruction, Module
+from gspmd_lm.foresight.hlo.work import COLLECTIVES
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.foresight.timing.predict import parts_s
 from gspmd_lm.foresight.timing.simulate import HOST, Simulation
@@ -27,6 +29,9 @@ LEAST_SHARE = 1e-3  # of a step: a shorter part tells nothing of the chip
 MOST_TRIES = 8  # of the factors of links, each of which simulates the program once
 LEAST_FACTOR = 1e-6  # of what took no time, or of a link whose collectives hide behind compute
 LEAST_NAMED = 0.9  # the share of the kernels' time whose instructions a trace must name
+# Words in the names of libraries' kernels on GPUs, as traces of train steps on one H100 had them.
+_LIBRARIES = {"matmul": ("nvjet", "gemm", "cutlass", "grouped"), "attention": ("cudnn",)}
+SEVERAL = "several axes"  # over any of which a kernel of NCCL may send
 _CONTROL = ("while", "conditional", "call")  # what they run has events of its own
 _OPERATIONS = "XLA Ops"  # the line of a TPU with what its core runs; its other lines show the same in other ways
 _NAME = re.compile(r"%?([\w.\-]+)")
@@ -129,15 +134,17 @@ def traced_step(
     parts = {one.name: _part(one, network) for one in module.operations if one.opcode not in _CONTROL}
     devices = collections.defaultdict[int, list[_Event]](list)
     sent = collections.defaultdict[str, dict[int, list[tuple[float, float]]]](dict)  # collective -> runs of each device
+    kernels = {re.sub(r"[.-]", "_", name): part for name, part in parts.items()}  # as XLA calls those that it makes
     named_ns = unnamed_ns = 0.0
-    for device, name, begin_ns, taken_ns in _events(xspace, module.name):
+    for device, name, kernel, begin_ns, taken_ns in _events(xspace, module.name):
         place = (partitions or {}).get(device, device)
-        if name in parts and parts[name].groups:
+        part = parts.get(name) or (kernels.get(kernel) or _library_part(kernel, parts) if kernel else None)
+        if part and part.groups and name in parts:
             sent[name].setdefault(place, []).append((begin_ns, begin_ns + taken_ns))
-        elif name in parts:
-            devices[place].append(_Event(begin_ns, begin_ns + taken_ns, parts[name].kind, parts[name].axes))
-        named_ns += taken_ns if name in parts else 0.0
-        unnamed_ns += taken_ns if not name else 0.0
+        elif part:
+            devices[place].append(_Event(begin_ns, begin_ns + taken_ns, part.kind, part.axes))
+        named_ns += taken_ns if part else 0.0
+        unnamed_ns += taken_ns if kernel and not part else 0.0
     for name, runs in sent.items():
         for place, begin_ns, arrival_ns, end_ns in _arrivals(runs, parts[name].groups):
             devices[place].append(_Event(begin_ns, arrival_ns, "", PEERS))
@@ -153,7 +160,8 @@ def traced_step(
                 total[name] += ns * scale
     spans = [(min(one.begin_ns for one in events), max(one.end_ns for one in events)) for events in devices.values()]
     compute_s, exposed_s, gaps_s = sums
-    links = {part.axes: network.link(part.groups) for name, part in parts.items() if name in sent}
+    known = SEVERAL not in exposed_s
+    links = {part.axes: network.link(part.groups) for part in parts.values() if part.groups and known}
     return TracedStep(scale * sum(end - begin for begin, end in spans), compute_s, exposed_s, gaps_s, links)
 
 
@@ -169,35 +177,34 @@ def _arrivals(
         peers = {peer for group in groups if place in group for peer in group if peer in ordered}
         for number, (begin_ns, end_ns) in enumerate(pairs):
             begins = [ordered[peer][number][0] for peer in peers if number < len(ordered[peer])]
-            yield place, begin_ns, min(max(begin_ns, *begins), end_ns), end_ns
+            yield place, begin_ns, min(max([begin_ns, *begins]), end_ns), end_ns
 
 
-def _events(xspace: bytes, program: str) -> list[tuple[int, str, float, float]]:
-    """The device, instruction, begin and duration of each event of a program; '' where its instruction is not named.
+def _events(xspace: bytes, program: str) -> list[tuple[int, str, str, float, float]]:
+    """The device, instruction, kernel, begin and duration of each event of a program.
 
-    A device has the number that it has in its process.
+    A device has the number that it has in its process. The instruction is '' where it is not named, and the kernel is
+    '' elsewhere than on GPUs.
     """
     found = []
     with warnings.catch_warnings():
         # With Python 3.13, jaxlib 0.12 warns of its own binding, and aborts where that warning is an error.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane in jax.profiler.ProfileData.from_serialized_xspace(xspace).planes:
-            numbered = re.match(r"/device:[A-Z]+:(\d+)", plane.name)
+            numbered = re.match(r"/device:([A-Z]+):(\d+)", plane.name)
+            on_gpu = numbered and numbered[1] == "GPU"
             lines = list(plane.lines)
-            if any(line.name == _OPERATIONS for line in lines):
-                lines = [line for line in lines if line.name == _OPERATIONS]
-            elif plane.name.startswith("/device:TPU"):
+            operations = [line for line in lines if line.name == _OPERATIONS]
+            if not operations and numbered and not on_gpu:
                 continue
-            for event in itertools.chain.from_iterable(line.events for line in lines):
+            for event in itertools.chain.from_iterable(line.events for line in operations or lines):
                 facts = dict(event.stats)
-                if facts.get("hlo_module", program) != program:
-                    continue
                 name = facts.get("hlo_op", "")
-                if not name and lines[0].name == _OPERATIONS and (written := _NAME.match(event.name)):
-                    name = written.group(1)
-                if name or numbered:
-                    device = int(numbered.group(1)) if numbered else facts.get("device_ordinal", 0)
-                    found.append((device, name, event.start_ns, event.duration_ns))
+                if operations and not name and (written := _NAME.match(event.name)):
+                    name = written[1]
+                if facts.get("hlo_module", program) == program and (name or on_gpu):
+                    device = int(numbered[2]) if numbered else facts.get("device_ordinal", 0)
+                    found.append((device, name, event.name if on_gpu else "", event.start_ns, event.duration_ns))
     return found
 
 
@@ -219,6 +226,26 @@ def _part(instruction: Instruction, network: Network) -> _Part:
         return _Part("", HOST)
     groups = next((op.groups for op in begun.collectives if network.axes(op.groups)), ())
     return _Part("", "+".join(network.axes(groups)), groups) if groups and kind == "other" else _Part(kind)
+
+
+def _library_part(kernel: str, parts: Mapping[str, _Part]) -> _Part | None:
+    """The part of a kernel of a library or of a copy on a GPU, by its name; None if that says nothing.
+
+    parts: of all instructions. NCCL's kernels name their kind of collective alone.
+    """
+    letters = _letters(kernel)
+    if letters.startswith(("memcpy", "memset")):
+        return _Part("", HOST) if letters in ("memcpyd2h", "memcpyh2d") else _Part("other")
+    if "nccl" not in letters:
+        return next((_Part(kind) for kind, words in _LIBRARIES.items() if any(word in letters for word in words)), None)
+    kinds = tuple(word for word in map(_letters, COLLECTIVES) if word in letters)
+    kinds = kinds or ("alltoall", "raggedalltoall", "collectivepermute") * ("sendrecv" in letters)
+    axes = {part.axes for name, part in parts.items() if part.groups and _letters(name).startswith(kinds)}
+    return _Part("", axes.pop() if len(axes) == 1 else SEVERAL)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _attribute(events: Iterable[_Event]) -> tuple[Mapping[str, float], ...]:
