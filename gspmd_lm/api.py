@@ -386,7 +386,7 @@ def compare_rows(task: "Task | Config | str", before: Rules | str, after: Rules 
     return notebook.ComparedRows(**vars(row_changes.compare_rows(task, first, last, place)))
 
 
-def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "FoundPlan":
+def plan(task: "Task | Config | str", target: str, minutes: float = 15, phase: Any = "train") -> "FoundPlan":
     """The best layout of a config or task on hardware that need not be here, and the other layouts of the search.
 
     `.rules` are those of the best layout, and `.yaml` is the text of their file; `.best` is None where nothing fits.
@@ -398,6 +398,7 @@ def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "Foun
         task: what is computed.
         target: v5e:4x8, v5p:4x4x4, h100:2x8, cpu:8, ...
         minutes: nothing new is compiled after that.
+        phase: train; of a config, also decode, for the layout to generate with.
 
     Raises:
         InputError: the target is not known, or no mesh of its devices divides the batch.
@@ -408,7 +409,8 @@ def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "Foun
     from gspmd_lm.plan import search
     from gspmd_lm.show import notebook
 
-    outcome = search.plan(task, place, minutes=minutes, say=_log.info, rank_by=search.ranking(place))
+    rank_by = search.ranking(place)
+    outcome = search.plan(task, place, minutes=minutes, say=_log.info, rank_by=rank_by, phase=phase)
     return notebook.FoundPlan.of(outcome, task)
 
 

@@ -173,8 +173,6 @@ def _batches(config: "Config", span: str | None) -> "list[Config]":
 def _check(values: flags.FlagValues, cases: "Sequence[tuple[Target, Config]]") -> None:
     """Raises InputError for flags that do not go together, and for files that cannot be written."""
     outputs.check_writable((values.json, values.html, values.out))
-    if values.phase not in ("train", "decode"):
-        raise InputError(f"--phase={values.phase}: a plan is for train or decode\n  fix   --phase=decode")
     if values.days and not values.tokens:
         raise InputError(f"--days={values.days:g}: days for how many tokens?\n  fix   --tokens=1e12 too")
     for name in ("tokens", "days", "minutes"):

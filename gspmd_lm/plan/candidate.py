@@ -115,6 +115,7 @@ class Plan:
     left_out: int = 0  # meshes, each with its tables, that were not estimated for want of time
     tables: int = 0  # of how many
     notes: tuple[str, ...] = ()  # what the user should know of the choice
+    phase: str = "train"  # of which step: train or decode
 
 
 def rules_file(plan: Plan, candidate: Candidate, command: str) -> str:

@@ -44,6 +44,8 @@ from gspmd_lm.train import decoder
 class DecodeSpace:
     """The candidates for decoding with one config on one target, and their estimates: compare `space.Space`."""
 
+    phase = "decode"
+
     def __init__(self, computed: Config | Task, target: Target):
         """Raises InputError for a model that does not generate, and for simulated devices."""
         self.task, self.target = decoder.task(computed), target

@@ -8,7 +8,7 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
@@ -114,6 +114,8 @@ def plans(
     devices divides the batch.
     """
     began = time.monotonic()
+    if phase not in get_args(Phase):
+        raise InputError(f"phase={phase}: a plan is for a step of train or decode\n  fix   phase=decode")
     for _, target in cases:
         if target.chip is None and rank_by == "time":
             raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   or rank by bytes and memory alone")
@@ -199,7 +201,8 @@ class _Search:
         self.tried: list[Candidate] = []
         self.dropped: list[Candidate] = []  # HOPELESS
         self.compiled_error: float | None = None  # of estimates, by the layouts that were compiled
-        _, self.known_error = estimate_error(self.target) or (0, ESTIMATE_ERROR)
+        known = estimate_error(self.target) if space.phase == "train" else None
+        _, self.known_error = known or (0, ESTIMATE_ERROR)
         self.stopped = ""
         self.longest_s = 0.0  # of a round of compilations
 
@@ -382,6 +385,8 @@ class _Search:
         """The known error of predictions for the target, as a share."""
         chip, best = self.target.chip, self.best
         experts = self.task.config.model.num_experts if self.task.config else 0
+        if self.space.phase != "train":  # no other step was compared with a measured one
+            return UNKNOWN_ERROR
         error = mean_error(kind_of(self.target, best.rules, experts)) if chip and best else None
         return UNKNOWN_ERROR if error is None else error
 
@@ -424,6 +429,7 @@ class _Search:
             left_out=space.left_out,
             tables=space.tables,
             notes=tuple(space.notes),
+            phase=space.phase,
         )
 
 

@@ -80,6 +80,8 @@ class Roles:
 class Space:
     """The candidates of one config or task on one target."""
 
+    phase = "train"
+
     def __init__(self, config: Config | Task, target: Target, traces: TraceCache | None = None):
         self.traces = traces or TraceCache(config)
         self.task, self.target = self.traces.task, target

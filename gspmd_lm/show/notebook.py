@@ -92,7 +92,8 @@ class FoundPlan(Plan):
 
     @property
     def _command(self) -> str:
-        return f"gspmd_lm.plan({self.config!r}, {self.target.text!r})"
+        phase = f", phase={self.phase!r}" if self.phase != "train" else ""
+        return f"gspmd_lm.plan({self.config!r}, {self.target.text!r}{phase})"
 
     @property
     def _outcome(self) -> outcome.Outcome:

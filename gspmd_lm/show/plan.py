@@ -192,6 +192,8 @@ def estimate_error(plan: Plan) -> str:
         return ""
     if plan.estimate_error is not None:
         return f"corrected estimates missed the layouts compiled here by {plan.estimate_error:.1%} in the mean"
+    if plan.phase != "train":
+        return "too few were compiled to say how wrong estimates are"
     where = f"{chip.name}, {'several' if known_errors.is_several(plan.target) else 'one'} "
     where += ("slice" if chip.platform == "tpu" else "host") + "s" * known_errors.is_several(plan.target)
     if known is None:

@@ -8,6 +8,7 @@ from gspmd_lm import config as configs
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import candidate, search
+from gspmd_lm.show import plan as shown
 
 PLACE = targets.parse("v5e:2x2")
 SMALL = ("model.layers=4", "model.embed=1024", "model.heads=8", "model.head_dim=128", "model.mlp=4096",
@@ -38,6 +39,8 @@ def test_the_cache_of_one_key_head_lies_by_rows_and_that_of_many_by_heads():
     cache_bytes = 2 * 4 * 8 * 32768 * 128 * 2
     assert rows.attention_s == pytest.approx(cache_bytes / 4 / (0.86 * 819e9))
     assert (one.tokens, one.unit, one.refused) == (8, "tokens", 0)
+    assert one.error == search.UNKNOWN_ERROR  # no step of decode was compared with a measured one
+    assert shown.estimate_error(one) == "too few were compiled to say how wrong estimates are"
 
 
 def test_layouts_are_compiled_as_decode_and_the_best_one_becomes_a_rules_file(monkeypatch):
@@ -56,6 +59,8 @@ def test_layouts_are_compiled_as_decode_and_the_best_one_becomes_a_rules_file(mo
 
 def test_a_plan_for_decoding_needs_times_and_a_model_that_generates():
     config = configs.load("llama3_8b", SMALL)
+    with pytest.raises(InputError, match="phase=prefill: a plan is for a step of train or decode"):
+        search.plan(config, PLACE, phase="prefill")
     with pytest.raises(InputError, match="simulated devices have no speed"):
         search.plan(config, targets.parse("cpu:4"), phase="decode", rank_by="bytes")
     with pytest.raises(InputError, match="generating and scoring texts need a model that predicts"):
