@@ -62,7 +62,7 @@ async def start(*command: str, env: Mapping[str, str], limit: int, **how: Any) -
         theirs.close()
     ours = [*(our for our, _ in pairs), connection]
     readers, writers = zip(*[await asyncio.open_connection(sock=one, limit=limit) for one in ours], strict=True)
-    return Started(pid, writers[0], *readers[1:3], writers, readers[3])
+    return Started(pid, writers[0], readers[1], readers[2], writers, readers[3])
 
 
 class _Forked(NamedTuple):

@@ -78,6 +78,8 @@ class TraceCache:
             return known
         params = pairs(self.arrays.named_params, self.arrays.params)
         optimizer = pairs(self.arrays.named_optimizer, self.arrays.optimizer)
+        if known := [one for one in placement.weight_problems(rules, params, optimizer) if not one.warning]:
+            return known
         problems = placement.problems(rules, params, self.trace(rules).recorder.under(rules), optimizer)
         return [problem for problem in problems if not problem.warning]
 

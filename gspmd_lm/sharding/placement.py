@@ -357,15 +357,24 @@ def problems(
     """
     used = {axis for leaf, _ in params for axis in leaf.axes}.union(*(activations.axes.values() if activations else ()))
     collected = [problem.within(used) for problem in rules.problems]
-    tables = [(table, pair) for pair in params for table in ("rules", "weights", "optimizer")]
-    tables += [("optimizer", pair) for pair in optimizer]
-    for table, (leaf, like) in tables:
-        collected += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
+    collected += weight_problems(rules, params, optimizer)
     collected += activations.problems if activations else []
     collected += rules.unused_rows(
         {leaf.path: leaf.axes for leaf, _ in params}, activations.axes if activations else {}
     )
     return list(dict.fromkeys(collected))
+
+
+def weight_problems(
+    rules: Rules, params: Sequence[tuple[Named, Any]], optimizer: Sequence[tuple[Named, Any]] = ()
+) -> list[Problem]:
+    """What of `rules` does not fit the weights of a model and the state of its optimizer, warnings included."""
+    tables = [(table, pair) for pair in params for table in ("rules", "weights", "optimizer")]
+    tables += [("optimizer", pair) for pair in optimizer]
+    found: list[Problem] = []
+    for table, (leaf, like) in tables:
+        found += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
+    return found
 
 
 def _split(rules: Rules, array: str, axis: str) -> Split:
