@@ -74,7 +74,7 @@ DATA = Verb(
     "Show what a run would read: rows, tokens, skipped files, and rows as text with the loss mask.",
     [
         ("data --set data.source=FOLDER", "Look at the texts of a folder, as bytes in rows of 128."),
-        ("data --config=small.yaml --html=data.html", "Look at what a config reads, with whole rows on a page."),
+        ("data --config=tiny --html=data.html", "Look at what a config reads, with whole rows on a page."),
     ],
     _define,
     run,

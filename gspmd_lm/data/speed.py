@@ -54,9 +54,9 @@ def measure_speed(loader: Loader, batch_rows: np.ndarray, step: int = 0) -> Spee
 
 
 def describe_speed(speed: Speed) -> str:
-    """'5.60k rows/s and 23.0 MB/s (measured on 512 rows)'"""
+    """'5.60k rows/s and 23.0 MB/s'"""
     size = f" and {human_bytes(speed.bytes_per_s)}/s" if speed.row_bytes else ""
-    return f"{human_short(speed.rows_per_s)} rows/s{size} (measured on {speed.rows:,} rows)"
+    return f"{human_short(speed.rows_per_s)} rows/s{size}"
 
 
 def mean_row_bytes(loader: Loader) -> float:

@@ -53,7 +53,12 @@ def _counts(overview: Overview) -> Section:
     notes += [("evaluation", _shorten(held_out, train))] if held_out else []
     notes += [("note", line) for line in overview.notes]
     notes += [("tokenizer", overview.tokenizer)] if overview.tokenizer else []
-    notes.append(("reading", f"this machine reads {describe_speed(overview.speed)}"))
+    notes.append(
+        (
+            "reading",
+            f"this machine reads {describe_speed(overview.speed)}, measured on {plural(overview.speed.rows, 'row')}",
+        )
+    )
     blocks: list[Block] = [Notes(notes), *(Text(f"warning: {one}", "bad") for one in overview.warnings)]
     return Section("Data", "", blocks, facts)
 

@@ -190,16 +190,14 @@ def lines_of_job(**keys):
 
 
 def test_the_time_and_price_of_the_job_are_said_beforehand():
-    known = "preemptions_per_day=12,away_s=600"
+    known = "preemptions_per_day=12,away_s=600,notice_s=3"
     said = lines_of_job(spot=True, usd_per_hour=0.6, assume=known, max_usd=100.0, max_hours=2.0)
     found = re.search(r"job: about ([\d.]+) days, ([\d,]+) dollars, goodput ([\d.]+)% for 10,000 steps", said)
     days, usd, goodput = (float(figure.replace(",", "")) for figure in found.groups())
     # Of 256 chips, which are away for ten minutes twelve times a day.
     assert usd == pytest.approx(days * 24 / (1 + 12 * 600 / 86400) * 256 * 0.6, rel=0.01)
     assert 50 < goodput < 90
-    assert re.search(
-        r"checkpoints: 96.4 GB, every \d+m\d\ds; each is whole after .*, too late for a notice of 30s", said
-    )
+    assert re.search(r"checkpoints: 96.4 GB, every \d+m\d\ds; each is whole after .*, too late for a notice of 3", said)
     assert "max_hours: 2 h end before the job does" in said
     assert "max_usd: 100.00 are spent before the job ends" in said
 

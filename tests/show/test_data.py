@@ -36,7 +36,7 @@ def test_what_is_predicted_stands_in_brackets_or_in_green():
     assert "x" * 800 not in plain and "]] ... --html=FILE shows the rest" in plain
     assert "Row 7: 1,024 tokens, 900 predicted, 2 segments, 3 positions of padding" in plain
     assert "source: un\ntext: [[one]]" in plain and "warning: 32 rows are less than one batch" in plain
-    assert "5.12k rows/s and 23.0 MB/s (measured on 512 rows)" in plain and "skipped, binary: a.txt" in plain
+    assert "5.12k rows/s and 23.0 MB/s, measured on 512 rows" in plain and "skipped, binary: a.txt" in plain
     assert "evaluation  2 rows, 99 tokens\n" in "\n".join(map(str.rstrip, plain.splitlines()))
     assert "[[" not in (coloured := _printed(force_terminal=True, color_system="standard"))
     assert "\x1b[32mthere" in coloured and "\ufffd[31m" in coloured

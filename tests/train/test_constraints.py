@@ -93,7 +93,7 @@ def test_the_dimensions_of_activations(sized):
     of_others = {
         "embedded", "routing", "state", "q_latent", "kv_latent", "k_rope", "patches", "memory", "transformed",
         "class_scores", "vectors", "merged", "compared", "frames", "frames_hidden", "around", "prompts", "upscaled",
-        "drawn",
+        "drawn", "decode_q", "decode_out",
     }  # fmt: skip
     assert found.keys() == ARRAYS.keys() == axes.ACTIVATIONS.keys() - of_others
     for name, (names, shape) in found.items():
