@@ -57,6 +57,7 @@ def shown(result):
     return html.unescape(source)
 
 
+@pytest.mark.slow
 def test_text_is_plain_also_where_colours_are_asked_for(compared, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a notebook's kernel does
     assert "\x1b" not in repr(compared) + g.dry_run("tiny", "tp8")

@@ -40,6 +40,7 @@ def rules(raw):
     return rules_file.from_dict(quick, "layout.yaml", vocabulary=own_models.VOCABULARY)
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_and_writes_a_stream_and_pools_it_is_priced_on_every_layout():
     target = targets.parse("v5e:2x4")
     space = Space(own_models.POOLED, target)

@@ -62,6 +62,7 @@ def test_explain_takes_the_vision_transformer(monkeypatch, lines_of_python):
     assert {one.source.split(":")[0] for one in report.memory.largest} == {"examples/vit.py"}
 
 
+@pytest.mark.slow
 def test_plan_takes_the_vision_transformer(monkeypatch):
     monkeypatch.setattr(compile, "_run_compiler", compiled_here)
     plan = gspmd_lm.plan(importlib.import_module("vit").TASK, "cpu:8")
@@ -200,6 +201,7 @@ def test_mfu_of_a_task_is_that_of_the_products_in_its_traced_step(reverser):
     assert mfu * step_time_s * 1e12 == pytest.approx(3 * forward, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_task_generates_what_its_own_functions_choose_under_every_layout(reverser, loaded):
     model, workdir = reverser
     source, wanted = model.batch(5)["source"][:5], np.zeros((5, model.LENGTH), np.int32)

@@ -70,6 +70,7 @@ def test_six_devices_then_three_then_six(run, tmp_path, undisturbed):
     assert files.read_json(tmp_path / "beginning.json")["devices"] == 6
 
 
+@pytest.mark.slow
 def test_one_of_four_slices_is_lost(run, tmp_path, undisturbed, monkeypatch):
     """Each slice has two devices. Three slices hold replicas, and three quarters of the devices go on."""
     from_devices = targets.from_devices

@@ -162,6 +162,7 @@ def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
     assert code == 0 and json.loads(out)["log_likelihood"] == pytest.approx(-2 * np.log(257), abs=0.3)
 
 
+@pytest.mark.slow
 def test_weights_of_8_bits_are_made_while_they_are_read(verb, workdir, folder, tmp_path):
     """Of a run and of a published folder. A text is scored beside the weights as they came."""
     text, small = tmp_path / "text.txt", "--set=model.weight_dtype=int8"

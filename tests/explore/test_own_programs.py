@@ -20,6 +20,7 @@ def test_a_model_of_a_file_is_edited_as_a_config_is(open_bench):
         assert wrong["problems"][0]["line"] and wrong["headline"] == shown["headline"]
 
 
+@pytest.mark.slow
 def test_a_jitted_step_has_all_views_but_the_editor(open_bench):
     with open_bench(None, "cpu:8", program="examples/any_step.py:step") as bench:
         shown = bench.finished()

@@ -152,6 +152,7 @@ print("found:", found.parameters, found.sent_bytes, gspmd_lm.start(rules).device
 """
 
 
+@pytest.mark.slow
 def test_a_task_of_the_script_that_runs_is_explained_and_a_constant_at_import_does_not_matter(tmp_path):
     (tmp_path / "train.py").write_text(OF_A_SCRIPT)
     (tmp_path / "constants.py").write_text("import jax.numpy as jnp\nSCALE = jnp.arange(8.0)\n")

@@ -198,6 +198,7 @@ def test_another_program_at_the_address_is_told_to_the_others(answer):
     assert "another program than process 0 of this run answers there\n  fix   give the address at which" in end
 
 
+@pytest.mark.slow
 def test_a_program_that_is_silent_is_waited_for():
     """It may be process 0 behind somebody who scans for open ports."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

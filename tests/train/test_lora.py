@@ -176,6 +176,7 @@ def params_of(run):
     return at, flat(state.params), state
 
 
+@pytest.mark.slow
 def test_adapters_train_on_the_weights_of_another_workdir(run, source, tmp_path):
     workdir, weights = source
     for stop in (2, 4):  # the second goes on from its own checkpoint

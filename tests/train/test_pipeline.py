@@ -188,6 +188,7 @@ def test_replicas_share_the_scales_of_gradients_of_8_bits(schedule, small, cours
 REPEATED = rules_of(RING, 2, {"save": ["attention_out"]}, "step")
 
 
+@pytest.mark.slow
 def test_nor_do_repeats_with_ring_attention_in_microbatches_of_microbatches(small, course, monkeypatch):
     """Four stages through which rows go twice, weights that are gathered once, and bubbles that nobody may read.
 

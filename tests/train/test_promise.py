@@ -42,7 +42,7 @@ PAIRS = {
     "fsdp": (1, 1, 1, 1, 1, 0),  # as fsdp8 on eight devices
     "fsdp_tp": (0, 0, 0, 0, 0, 1),
 }
-HELD_BY_ANOTHER = ("dp2_tp4", "fsdp8")  # fsdp2_tp4 splits as both do, at once
+HELD_BY_ANOTHER = ("dp2_tp4", "fsdp8", "dp8")  # fsdp2_tp4 splits as all of them do, at once
 CASES = [case for case in RUNS.items() if case[0] not in HELD_BY_ANOTHER]
 MORE = [*((name, RUNS[name]) for name in HELD_BY_ANOTHER), *PAIRS.items()]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
