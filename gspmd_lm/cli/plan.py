@@ -113,11 +113,10 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     best = shown.rank(outcomes)[0]
     asked = next(asked for (_, asked), one in zip(cases, outcomes, strict=True) if one is best)
     advised: list[shown.Note] = []
-    if values.phase == "decode":  # no estimate says what else would help
-        pass
-    elif best.plan.best and best.plan.target.chip:
+    is_training = values.phase == "train"  # of a step of decode, no estimate says what else would help
+    if is_training and best.plan.best and best.plan.target.chip:
         advised = shown.helps(advice.changes(asked, best.plan))
-    elif not best.plan.best and len(cases) == 1:
+    elif is_training and not best.plan.best and len(cases) == 1:
         larger = advice.larger(asked, best.plan, outputs.say, ends_s)
         late = not larger and time.monotonic() > ends_s
         advised = shown.fixes(larger, advice.savings(asked, best.plan), late)

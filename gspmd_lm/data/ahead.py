@@ -31,6 +31,7 @@ from gspmd_lm.data import ahead_process, encoders, making, packing, sources, tok
 from gspmd_lm.data.ahead_process import Chunk, Request, Work
 from gspmd_lm.data.loader import Loader, epoch_seed, open_loaders, token_masks
 from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.runtime.quiet import environment_without_accelerators
 from gspmd_lm.units import human_short, plural
 
 MOST_LANES = 32  # a process may read all of them, and holds two chunks of each
@@ -55,9 +56,7 @@ class Process:
     """A process that tokenizes, and what is known of its speed. Requests wait for those before them."""
 
     def __init__(self, work: bytes, threads: int):
-        root = str(Path(__file__).parents[2])
-        found = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": found, "RAYON_NUM_THREADS": str(threads)}
+        environment = environment_without_accelerators(()) | {"RAYON_NUM_THREADS": str(threads)}
         command = [sys.executable, "-c", f"from {ahead_process.__name__} import main; main()"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
@@ -173,7 +172,7 @@ class AheadRows:
         return -(-(len(self.work.units) - lane) // self.lanes)
 
     def pack(self, stream: np.ndarray) -> packing.Rows:
-        """The rows of the tokens of a chunk."""
+        """Rows of `seq` tokens that are cut from the tokens of a chunk."""
         if self._is_one_text:
             return packing.text(packing.InMemory(stream), self.seq)
         return packing.documents(packing.InMemory(stream), self.seq, self._end, self._begins)

@@ -88,7 +88,7 @@ class Folder:
             return [by_name[name] for name in names]
 
     def read_spans(self, spans: Sequence[tuple[str, int, int]]) -> list[bytes]:
-        """The bytes from one position to before another of files: (name, start, stop). Fewer if a file ends before.
+        """The bytes from `start` to before `stop` of each (name, start, stop), or fewer if the file ends earlier.
 
         Raises StoreFailed if a bucket does not answer for PATIENCE_S.
         """

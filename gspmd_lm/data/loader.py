@@ -190,8 +190,8 @@ def open_loaders(
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
-    foreign, made = token_files.name_of_files(data), None
-    folders = [] if foreign else find_folders(data)
+    folders, made = find_folders(data), None
+    foreign = "" if folders else token_files.name_of_files(data)  # which lists a folder to see what it holds
     if foreign:
         tokens = encoders.open_encoder(config)
         assert isinstance(tokens, tokenizer.Tokenizer)

@@ -234,7 +234,7 @@ def _check(config: Config) -> Iterator[str]:
     count = sources.random_rows(data.source)
     if count is not None:
         yield f"{count:,} random rows"
-    elif token_files.name_of_files(data) or tokens.find_folders(data):
+    elif tokens.find_folders(data) or token_files.name_of_files(data):
         for rows in filter(None, loaders.open_loaders(config)):
             yield rows.description
             count = count or len(rows.rows)

@@ -44,7 +44,7 @@ class Section(bytes):
 
 
 class TokenIds(bytes):
-    """A document of which there are only the tokens, as little-endian numbers of 32 bits."""
+    """A document that is given as token ids in place of text: little-endian 32-bit integers."""
 
     place = ""  # file and line or row, for errors
 

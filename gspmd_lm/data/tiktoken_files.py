@@ -51,7 +51,7 @@ ENCODINGS = {
 
 
 def convert(name: str) -> dict[str, bytes]:
-    """The files of a tokenizer.json for a file of tiktoken, at a path or an address: name -> content.
+    """Converts a vocabulary file of tiktoken (a path or an address) to the files of a tokenizer.json: name -> content.
 
     Raises InputError if it cannot be read, or if its name is not that of a known encoding.
     """

@@ -189,9 +189,11 @@ def _open_all(config: Config, sources: Sequence[Source], place: str) -> list[Fla
     for address, names in by_folder.items():
         folder = Folder(address, place)
         sizes = folder.sizes()
-        heads = folder.read_spans([(name, 0, min(sizes[name], _SAMPLE_BYTES)) for name in names])
-        tails = folder.read_spans([(name, max(sizes[name] - _SAMPLE_BYTES, 0), sizes[name]) for name in names])
-        found += [_open_file(config, folder, sizes, *one) for one in zip(names, heads, tails, strict=True)]
+        heads = [(name, 0, min(sizes[name], _SAMPLE_BYTES)) for name in names]
+        tails = [(name, max(sizes[name] - _SAMPLE_BYTES, 0), sizes[name]) for name in names]
+        read = folder.read_spans([*heads, *tails])
+        for name, head, tail in zip(names, read[: len(names)], read[len(names) :], strict=True):
+            found.append(_open_file(config, folder, sizes, name, head, tail))
     return found
 
 

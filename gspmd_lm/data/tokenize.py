@@ -24,7 +24,7 @@ def tokenize(config: Config, out: str, progress: Progress | None = None) -> list
             "tokenize: a model of images or sounds reads files, of which no tokens are made\n"
             "  fix   name a config that reads texts"
         )
-    if token_files.name_of_files(data) or tokens.find_folders(data):
+    if tokens.find_folders(data) or token_files.name_of_files(data):
         raise InputError(f"data.source={data.source}: has tokens already\n  fix   name the texts")
     if not files.is_remote(out):
         out = str(Path(out).expanduser().absolute())

@@ -15,7 +15,6 @@ behind compute, since each operation waits for the one before it.
 import collections
 import itertools
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +31,7 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.plan.estimate import Estimate
 from gspmd_lm.plan.overlap import Overlap, neighbours
+from gspmd_lm.plan.space import LayoutSpace
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.problems import ShardingError
@@ -41,20 +41,18 @@ from gspmd_lm.sharding.shapes import bytes_per_device
 from gspmd_lm.train import decoder
 
 
-class DecodeSpace:
-    """The candidates for decoding with one config on one target, and their estimates: compare `space.Space`."""
+class DecodeSpace(LayoutSpace):
+    """The candidates for decoding with one config on one target, and their estimates."""
 
-    phase = "decode"
+    phase, counted = "decode", "layouts"
 
     def __init__(self, computed: Config | Task, target: Target):
         """Raises InputError for a model that does not generate, and for simulated devices."""
-        self.task, self.target = decoder.task(computed), target
+        super().__init__(decoder.task(computed), target)
         config = explain.generating_config(self.task)
         if target.chip is None:
             raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   a target such as v5e:4x4")
         self.config = config
-        self.refused = self.tables = self.left_out = 0
-        self.notes: list[str] = []
         self.estimator = self  # of its own layouts
         self._whole, self._arrays = generation.whole_context(config), generation.parameters(config.model)
         self._overlap = Overlap(target)
@@ -64,20 +62,9 @@ class DecodeSpace:
         """A step makes one token for each row."""
         return self.config.data.batch, "tokens"
 
-    @property
-    def not_estimated(self) -> str:
-        """How many layouts there was no time for; '' if there was time for all."""
-        said = f"{self.left_out:,} of {self.tables:,} layouts were not estimated for want of time"
-        return said if self.left_out else ""
-
     def fill_layouts(self, until_s: float = math.inf) -> Iterator[tuple[dict[str, Any], Rules]]:
-        """The plain values of each rules file that fits the model, and its rules: see `space.Space`."""
-        layouts = sorted(self._layouts(), key=lambda layout: len(layout["mesh"]))
-        self.tables = len(layouts)
-        for number, raw in enumerate(layouts):
-            if number and time.monotonic() > until_s:
-                self.left_out = len(layouts) - number
-                return
+        """The plain values of each rules file that fits the model, and its rules. until_s: see `in_time`."""
+        for raw in self.in_time(self._layouts(), until_s):
             rules = self.rules(raw)
             try:
                 generation.arrays_and_warnings(self.config, rules, self.target.platform, self._whole)
@@ -90,14 +77,6 @@ class DecodeSpace:
         """The rules of plain values, filled."""
         rules = rules_file.from_dict(raw, _describe(raw), vocabulary=self.task.names)
         return explain.settle_layout(self.task, rules, self.target, "decode")
-
-    def interleave_rows(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Nothing: a step of decode has no rows that could be computed beside others."""
-        return iter(())
-
-    def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Nothing: no option of a compiler is known that makes decoding faster."""
-        return iter(())
 
     def _layouts(self) -> Iterator[dict[str, Any]]:
         model, asked, devices = self.config.model, self.config.data, self.target.devices

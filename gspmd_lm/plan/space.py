@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
@@ -77,18 +77,55 @@ class Roles:
         return all(size % num_shards == 0 for size in self.sizes.get(axis, ()))
 
 
-class Space:
-    """The candidates of one config or task on one target."""
+class LayoutSpace:
+    """What the candidates for a step of training and of decoding have in common."""
 
-    phase = "train"
+    phase: str
+    counted: str  # what `tables` counts
+
+    def __init__(self, task: Task, target: Target):
+        self.task, self.target = task, target
+        self.refused = 0  # how many a check of the rules refused
+        self.tables = 0  # layouts, before what is tried of each, in all
+        self.left_out = 0  # those for which there was no time
+        self.notes: list[str] = []  # what the user should know of the choice
+
+    def in_time(self, layouts: Iterable[dict[str, Any]], until_s: float) -> Iterator[dict[str, Any]]:
+        """The layouts for which there is time, and at least one. Those whose meshes have fewest axes come first.
+
+        until_s: what `time.monotonic` says when it must end.
+        """
+        ordered = sorted(layouts, key=lambda layout: len(layout["mesh"]))
+        self.tables = len(ordered)
+        for number, layout in enumerate(ordered):
+            if number and time.monotonic() > until_s:
+                self.left_out = len(ordered) - number
+                return
+            yield layout
+
+    @property
+    def not_estimated(self) -> str:
+        """How many of the layouts there was no time for; '' if there was time for all."""
+        left_out = f"{self.left_out:,} of {self.tables:,} {self.counted} were not estimated for want of time"
+        return left_out if self.left_out else ""
+
+    def interleave_rows(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """A layout with layers interleaved, if the step has rows to interleave."""
+        return iter(())
+
+    def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """A layout under each set of compiler options that may make the step faster."""
+        return iter(())
+
+
+class Space(LayoutSpace):
+    """The candidates for training one config or task on one target."""
+
+    phase, counted = "train", "meshes and tables"
 
     def __init__(self, config: Config | Task, target: Target, traces: TraceCache | None = None):
         self.traces = traces or TraceCache(config)
-        self.task, self.target = self.traces.task, target
-        self.refused = 0  # how many a check of the rules refused
-        self.tables = 0  # meshes, each with its tables, in all
-        self.left_out = 0  # those for which there was no time
-        self.notes: list[str] = []  # what the user should know of the choice
+        super().__init__(self.traces.task, target)
         single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.names)
         self.trace = self.traces.trace(single)
         self.asked = self.trace.recorder.asked
@@ -104,16 +141,8 @@ class Space:
         return (raw for raw, _ in self.fill_layouts())
 
     def fill_layouts(self, until_s: float = math.inf) -> Iterator[tuple[dict[str, Any], Rules]]:
-        """The plain values of each rules file, and its rules, filled. The meshes of fewest axes come first.
-
-        until_s: what `time.monotonic` says when it must end, though not before the first mesh.
-        """
-        layouts = sorted(self._layouts(), key=lambda layout: len(layout["mesh"]))
-        self.tables = len(layouts)
-        for number, layout in enumerate(layouts):
-            if number and time.monotonic() > until_s:
-                self.left_out = len(layouts) - number
-                return
+        """The plain values of each rules file, and its rules, filled. until_s: see `in_time`."""
+        for layout in self.in_time(self._layouts(), until_s):
             for raw in self._in_microbatches(layout):
                 rules = self.rules(raw)
                 if self.traces.problems(rules, self.target.platform):
@@ -131,12 +160,6 @@ class Space:
     def batch_size(self) -> tuple[int, str]:
         """What speeds count of a step: so many tokens, or rows."""
         return self.task.batch_size
-
-    @property
-    def not_estimated(self) -> str:
-        """How many of the meshes, each with its tables, there was no time for; '' if there was time for all."""
-        left_out = f"{self.left_out:,} of {self.tables:,} meshes and tables were not estimated for want of time"
-        return left_out if self.left_out else ""
 
     def interleave_rows(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """A layout with layers interleaved in two parts, which hides the gathers of tensor parallelism."""

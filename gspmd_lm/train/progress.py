@@ -174,7 +174,7 @@ class Meter:
 
 
 class _Device:
-    """Knows until when the devices were at work on what was dispatched last.
+    """Notes when the devices finish the step that was dispatched last.
 
     A step is dispatched while earlier ones run, so a wait for its rows costs nothing as long as these are not done.
     """

@@ -2,6 +2,29 @@
 
 import pytest
 
+from gspmd_lm.data import folders
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory, with a cache of its own."""
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def read_sizes(monkeypatch):
+    """The bytes of each span that is read of a folder, as they are asked for."""
+    sizes, read = [], folders.Folder.read_spans
+
+    def noting(self, spans):
+        sizes.extend(stop - start for _, start, stop in spans)
+        return read(self, spans)
+
+    monkeypatch.setattr(folders.Folder, "read_spans", noting)
+    return sizes
+
 
 @pytest.fixture
 def stop():

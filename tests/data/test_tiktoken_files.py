@@ -15,14 +15,8 @@ from gspmd_lm.data import tiktoken_files, tokenizer
 from gspmd_lm.data.encodings import byte_names
 from gspmd_lm.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("folder")
 CODE = Path(__file__).read_text(encoding="utf-8")
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")

@@ -11,20 +11,14 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.config import nest
-from gspmd_lm.data import folders, loader, packing, trained
+from gspmd_lm.data import loader, packing, trained
 from gspmd_lm.data.tokenize import tokenize
 from gspmd_lm.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("folder")
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 64}
 END = 256
 FEW = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12]]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +103,7 @@ def test_an_index_says_where_documents_end_though_no_token_does():
     assert "documents end at the token 256 and where an .idx says so" in opened.description
 
 
-def test_each_process_reads_its_share_of_a_bucket(documents, monkeypatch):
+def test_each_process_reads_its_share_of_a_bucket(documents, read_sizes):
     """Of files of 2,000 tokens each: rows are those of local files, however many processes read them."""
     stream = _flat(documents)
     Path("local").mkdir()
@@ -122,19 +116,14 @@ def test_each_process_reads_its_share_of_a_bucket(documents, monkeypatch):
     local, far = (_open(source, **settings) for source in ("local", "memory://tokens"))
     assert local[0].fingerprint == far[0].fingerprint == _open("memory://tokens/*.bin", **settings)[0].fingerprint
     assert local[1] and far[1] and (_epoch(local[1])["tokens"] == _epoch(far[1])["tokens"]).all()
-    whole, read = _epoch(local[0])["tokens"].reshape(-1, 8, 32), []
-    fetch = folders.Folder.read_spans
-    monkeypatch.setattr(
-        folders.Folder, "read_spans",
-        lambda self, spans: read.extend(stop - start for _, start, stop in spans) or fetch(self, spans),
-    )  # fmt: skip
+    whole = _epoch(local[0])["tokens"].reshape(-1, 8, 32)
     for count in (1, 2, 4):
         for process in range(count):
             rows = slice(process * 8 // count, (process + 1) * 8 // count)
-            read.clear()
+            read_sizes.clear()
             parts = [far[0].rows_at(step, rows)["tokens"] for step in range(len(whole))]
             assert (np.stack(parts) == whole[:, rows]).all()
-            assert sum(read) < 1.05 * 2 * 33 / 32 * whole[:, rows].size
+            assert sum(read_sizes) < 1.05 * 2 * 33 / 32 * whole[:, rows].size
     store.rm("/tokens", recursive=True)
 
 

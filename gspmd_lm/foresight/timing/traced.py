@@ -94,7 +94,7 @@ class TracedStep(NamedTuple):
         return sum(self.exposed_s.get(axes, 0.0) for axes in several)
 
     def _matters(self, measured_s: float, predicted_s: float, predicted: Simulation) -> bool:
-        """Whether a part is long enough in the trace, or in the prediction, to tell something of the chip."""
+        """Whether a part takes a share of the measured or predicted step from which a factor can be told."""
         return measured_s > LEAST_SHARE * self.step_time_s or predicted_s > LEAST_SHARE * predicted.clock_s
 
 
