@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ texts.map(lambda batch: {"ids": [one.ids for one in made.encode_batch_fast(batch
           batched=True, remove_columns=texts.column_names)
 """
 READ = """
-import json, os, sys
+import json, resource, sys
 import numpy as np
 from benchmarks import data
 folder, process, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -58,7 +59,8 @@ opened = data.open_rows(folder)
 before = data.read_bytes()
 for step in range(opened.steps_per_epoch):
     opened.rows_at(step, np.arange(data.BATCH // count) + process * (data.BATCH // count))
-print(json.dumps(data.read_bytes() - before))
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps([data.read_bytes() - before, used.ru_maxrss]))
 """
 
 
@@ -141,36 +143,47 @@ def rates(at: Path, source: Path, tokenizer: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def bounds(at: Path, source: Path, tokenizer: Path) -> list[dict[str, Any]]:
-    """What four processes and one take for the same source: memory, disk, and how often each part is made."""
-    own = {**os.environ, "GSPMD_LM_CACHE": str(at / "cache")}
-    with (at / "by4.txt").open("w") as out:
-        several = [subprocess.Popen(command(source, at / "by4", tokenizer), env=own, stdout=out, stderr=out)
-                   for _ in range(4)]  # fmt: skip
-    assert [process.wait() for process in several] == [0] * 4, (at / "by4.txt").read_text()[-4000:]
-    taken = measure.taken(command(source, at / "by1", tokenizer), GSPMD_LM_CACHE=str(at / "cache"))
-    assert sums(at / "by4") == sums(at / "by1")
+def tokenize_by_four(source: Path, out: Path, tokenizer: Path) -> float:
+    """Tokenizes a source by four processes at once. Returns the memory of the largest one, GB."""
+    with futures.ThreadPoolExecutor() as threads:
+        taken = threads.map(measure.taken, [command(source, out, tokenizer)] * 4)
+        return max(peak_gb for _, _, peak_gb in taken)
+
+
+def bounds(at: Path, small: Path, large: Path, tokenizer: Path) -> list[dict[str, Any]]:
+    """What four processes take for the same source: memory, disk, and the bytes that each of them reads of its tokens.
+
+    That they make each part once, and the same files as a single process, is shown on the small source.
+    """
+    tokenize_by_four(small, at / "small4", tokenizer)
+    measure.taken(command(small, at / "small1", tokenizer))
+    assert sums(at / "small4") == sums(at / "small1")
+    taken_gb = tokenize_by_four(large, at / "by4", tokenizer)
     kept_bytes = sum(path.stat().st_size for path in (at / "cache").rglob("*") if path.is_file())
-    manifest = tokens.read_manifest(Folder(str(at / "by1")))
+    manifest = tokens.read_manifest(Folder(str(at / "by4")))
     assert manifest
     made = sum(shard["tokens"] for split in manifest["splits"] for shard in split["shards"])
     rows = [
-        {"measured": "text", "value": source.stat().st_size / 1e9, "unit": "GB"},
+        {"measured": "text", "value": large.stat().st_size / 1e9, "unit": "GB"},
         {"measured": "tokens", "value": made / 1e6, "unit": "million"},
-        {"measured": "memory of a process that tokenizes", "value": taken[2], "unit": "GB at most"},
+        {"measured": "memory of each of 4 processes that tokenize", "value": taken_gb, "unit": "GB at most"},
         {"measured": "files in the cache after it", "value": kept_bytes / 1e6, "unit": "MB"},
-        {"measured": "files of 4 processes that differ from those of one", "value": 0, "unit": ""},
+        {"measured": "files of 4 processes that differ from those of one", "value": 0, "unit": "(smaller text)"},
     ]
-    opened = open_rows(str(at / "by1"))
+    opened = open_rows(str(at / "by4"))
     whole = 2 * opened.steps_per_epoch * BATCH * (SEQ + 1)
     for count in (1, 4):
-        shares = [
-            int(subprocess.run([sys.executable, "-c", READ, str(at / "by1"), str(process), str(count)],
-                               capture_output=True, text=True, check=True, cwd=measure.ROOT).stdout)
-            for process in range(count)
-        ]  # fmt: skip
-        rows.append({"measured": f"bytes that each of {count} reads, of all that rows hold",
-                     "value": max(shares) / whole, "unit": ""})  # fmt: skip
+        shares, peaks_gb = [], []
+        for process in range(count):
+            done = subprocess.run([sys.executable, "-c", READ, str(at / "by4"), str(process), str(count)],
+                                  capture_output=True, text=True, check=True, cwd=measure.ROOT)  # fmt: skip
+            read, peak_kib = json.loads(done.stdout)
+            shares.append(read / whole)
+            peaks_gb.append(peak_kib * 1024 / 1e9)
+        rows += [
+            {"measured": f"bytes that each of {count} reads, of all that rows hold", "value": max(shares), "unit": ""},
+            {"measured": f"memory of each of {count} that read", "value": max(peaks_gb), "unit": "GB at most"},
+        ]
     return rows
 
 
@@ -290,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trained.train_tokenizer(sources.open_source(Data(source=str(at / "small.jsonl"))).documents(), VOCAB, tokenizer)
         for name, part in {
             "rates": lambda: rates(at, at / "small.jsonl", tokenizer),
-            "bounds": lambda: bounds(at, at / "large.jsonl", tokenizer),
+            "bounds": lambda: bounds(at, at / "small.jsonl", at / "large.jsonl", tokenizer),
             "kills": lambda: kills(at, at / "small.jsonl", tokenizer, given.kills),
             "start": lambda: [*start(at, given.tokens, tokenizer), *reading(at)],
         }.items():
