@@ -135,7 +135,6 @@ class Folder:
         """
         new = Path(self.address, MAKING, f"{secrets.token_hex(8)}.new")
         for left in reversed(range(_TRIES)):
-            is_own = not new.parent.exists()
             new.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with new.open("wb") as file:
@@ -148,9 +147,8 @@ class Folder:
                     raise
             finally:
                 new.unlink(missing_ok=True)
-                if is_own:
-                    with contextlib.suppress(OSError):  # other processes have files there
-                        new.parent.rmdir()
+                with contextlib.suppress(OSError):  # there are other files
+                    new.parent.rmdir()
 
     def remove(self, name: str) -> None:
         """Deletes a file, or a folder in this one, if it is there."""

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -209,6 +210,27 @@ def test_buckets(bucket, folder, monkeypatch):
     del bucket.store["/made/train-00001.npy"]
     with pytest.raises(InputError, match=r"memory://made/train-00001\.npy: this shard of tokens is missing\n  fix "):
         _rows("memory://made")
+
+
+def test_two_processes_that_write_one_after_another_leave_no_folder_of_parts(tmp_path, monkeypatch):
+    made, replace = Folder(str(tmp_path / "made")), os.replace
+    second_writes, first_is_done = threading.Event(), threading.Event()
+    second = threading.Thread(target=made.write, args=("second", b""))
+
+    def meet(new, place):
+        if place.name == "first":
+            second.start()
+            second_writes.wait(10)
+        else:
+            second_writes.set()
+            first_is_done.wait(10)
+        replace(new, place)
+
+    monkeypatch.setattr(os, "replace", meet)
+    made.write("first", b"")
+    first_is_done.set()
+    second.join()
+    assert sorted(os.listdir("made")) == ["first", "second"]
 
 
 def test_a_store_that_does_not_answer(bucket, monkeypatch, caplog):
