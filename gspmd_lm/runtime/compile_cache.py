@@ -81,6 +81,8 @@ def enable(directory: str | None = None) -> CompileCache:
         jax.config.update(name, value)
     _with_checksums()
     _repair_on_reading(folder)
+    if jax.distributed.is_initialized() and jax.default_backend() == "cpu":
+        _share_keys_of_processes()
     cache = CompileCache(folder)
     jax.monitoring.register_event_listener(cache._count)
     jax.monitoring.register_event_duration_secs_listener(cache._add_time)
@@ -98,6 +100,26 @@ def _with_checksums() -> None:
     for name in ("zstd", "zstandard"):  # the module of Python 3.14 and the package
         if hasattr(compilation_cache, name):
             setattr(compilation_cache, name, None)
+
+
+def _share_keys_of_processes() -> None:
+    """Makes the processes of a run on CPUs find the entries that process 0 has written.
+
+    On TPUs and GPUs all processes have the same key for a program. On CPUs jax's key has the number of the process, and
+    only process 0 writes, so that all other processes compiled again at each start. The key that replaces it still
+    tells apart machines whose CPUs have other instructions.
+    """
+    from jax._src import cache_key
+    from jaxlib import xla_client
+
+    as_alone = xla_client.make_cpu_client(num_devices=jax.local_device_count()).devices()
+    machine = xla_client.get_topology_for_devices(as_alone).fingerprint()
+
+    def hash_machine(hashed: Any, devices: Any) -> None:
+        hashed.update(machine.to_bytes(8, "big"))
+        cache_key._hash_devices(hashed, devices)
+
+    cache_key._hash_accelerator_config = hash_machine
 
 
 def _repair_on_reading(folder: epath.Path) -> None:

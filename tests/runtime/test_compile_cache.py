@@ -6,6 +6,7 @@ import pytest
 
 from gspmd_lm import files
 from gspmd_lm.errors import InputError
+from gspmd_lm.launch.local import free_port
 from gspmd_lm.runtime import compile_cache
 from tests.launched import launch, output
 
@@ -47,6 +48,26 @@ for _ in range(PASSES):
     assert "Error reading" not in err
     # An entry that went with a damaged one, after it had been read, is made again.
     assert last == "4 0 True"
+
+
+def test_a_process_finds_what_another_one_of_its_run_has_compiled(tmp_path):
+    code = """
+import time
+from pathlib import Path
+import jax, jax.numpy as jnp
+from gspmd_lm.runtime import compile_cache, startup
+startup.start(platform="cpu", simulated_devices=1, coordinator="127.0.0.1:PORT", num_processes=2, process_id=INDEX)
+cache = compile_cache.enable()
+while INDEX and not [*Path(cache.directory).glob("jit_double-*-cache")]:
+    time.sleep(0.05)
+sharding = jax.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P("data"))
+def double(x): return x * 2
+jax.jit(double).lower(jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding)).compile()
+print("hits", cache.hits, "misses", cache.misses)
+"""
+    code = code.replace("PORT", str(free_port()))
+    both = [launch(code.replace("INDEX", str(index)), GSPMD_LM_CACHE=str(tmp_path)) for index in range(2)]
+    assert [output(process)[0].splitlines()[-1] for process in both] == ["hits 0 misses 1", "hits 1 misses 0"]
 
 
 def test_the_cache_keeps_the_entries_used_last(tmp_path):
