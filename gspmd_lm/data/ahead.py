@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from gspmd_lm.data import ahead_process, encoders, making, packing, sources, tok
 from gspmd_lm.data.ahead_process import Chunk, Request, Work
 from gspmd_lm.data.loader import Loader, epoch_seed, open_loaders, token_masks
 from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.runtime import host
 from gspmd_lm.runtime.quiet import environment_without_accelerators
 from gspmd_lm.units import human_short, plural
 
@@ -205,7 +205,7 @@ class AheadRows:
         """Opens lanes that are not open yet. firsts: the row of each lane that is wanted first."""
         new = [lane for lane in firsts if lane not in self._open]
         if new and not self.processes:
-            cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            cpus = host.count_cpus()
             count = min(len(new), cpus)
             work = pickle.dumps(self.work)
             self.processes = [Process(work, max(1, cpus // count)) for _ in range(count)]

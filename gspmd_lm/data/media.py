@@ -4,7 +4,6 @@ import abc
 import concurrent.futures
 import dataclasses
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from gspmd_lm.config import data as config_data
 from gspmd_lm.data import corpus, formats
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
+from gspmd_lm.runtime import host
 
 _THREADS = 8
 NOTED = 256  # records, or files, between two calls of `progress`
@@ -81,7 +81,7 @@ class Rows(abc.ABC):
         """The arrays of rows, decoded in threads. An index of -1 gives an empty row. Raises InputError as `fill`."""
         fields = self.empty(len(indices))
         wanted = [(i, self.items[index]) for i, index in enumerate(indices) if index >= 0]
-        with concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(min(_THREADS, host.count_cpus())) as pool:
             list(pool.map(lambda one: self.fill(fields, *one), wanted))
         return fields
 

@@ -8,7 +8,6 @@ import datetime
 import functools
 import itertools
 import math
-import os
 import platform as machine
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from gspmd_lm.hardware.chips import (
     chip_of,
     platform_of,
 )
+from gspmd_lm.runtime import host
 
 # What is measured of matmuls: (batch, rows, contracted, columns). Projections and gradients of weights, square products
 # of several sizes, few rows, and the small products of attention.
@@ -169,7 +169,7 @@ def _quote(text: str) -> str:
 
 def _software() -> str:
     installed = versions.installed_versions(("jax", "jaxlib"))
-    cores = f", {len(os.sched_getaffinity(0))} cores" if jax.default_backend() == "cpu" else ""
+    cores = f", {host.count_cpus()} cores" if jax.default_backend() == "cpu" else ""
     packages = f"jax {installed['jax']}, jaxlib {installed['jaxlib']}, Python {installed['python']}"
     return f"{packages}, {machine.machine()}{cores}"
 
@@ -177,25 +177,20 @@ def _software() -> str:
 def _memory_bytes(device: Any, known: Chip | None) -> int:
     """The memory that a program may use."""
     if device.platform == "cpu":
-        return _system_bytes()
+        return host.memory_bytes()
     return (device.memory_stats() or {}).get("bytes_limit") or (known.usable_hbm_bytes if known else 2**34)
-
-
-def _system_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _memory(device: Any, known: Chip | None) -> dict[str, Any]:
     if known:
         return {}
     usable = _memory_bytes(device, None)
-    host = _system_bytes() // max(1, jax.local_device_count())
+    share_bytes = host.memory_bytes() // max(1, jax.local_device_count())
     share = GPU_MEMORY_SHARE if device.platform != "cpu" else 1
     return {
         "hbm_bytes": (f"{int(usable / share)} B", "the system's memory" if share == 1 else "jax's limit"),
         "usable_hbm_bytes": (f"{usable} B", "the same" if share == 1 else "jax's limit"),
-        "host_bytes": (f"{host} B", "the system's memory, the share of each device"),
+        "host_bytes": (f"{share_bytes} B", "the system's memory, the share of each device"),
     }
 
 
@@ -231,7 +226,7 @@ def _network(rows: Sequence[CollectiveTime], known: Chip | None, host_bytes_per_
 
 def time_s(program: Program) -> float:
     """The seconds of a program's work, in the fastest of several runs."""
-    cpu_alone = jax.default_backend() == "cpu" and len(os.sched_getaffinity(0)) == 1
+    cpu_alone = jax.default_backend() == "cpu" and host.count_cpus() == 1
     clock = time.process_time if cpu_alone else time.perf_counter
 
     def run(times: int) -> float:

@@ -32,7 +32,7 @@ from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import gpu_target_config
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.runtime import quiet
+from gspmd_lm.runtime import host, quiet
 from gspmd_lm.sharding.problems import ShardingError
 from gspmd_lm.sharding.rules import Rules
 
@@ -162,8 +162,9 @@ def _make(folder: Path) -> None:
 
 def side_by_side(wanted: int) -> int:
     """The number of compilations to run at once, which cores and free memory limit."""
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(wanted, len(os.sched_getaffinity(0)), pages // PROCESS_BYTES))
+    free = host.free_bytes()
+    fit = wanted if free is None else free // PROCESS_BYTES
+    return max(1, min(wanted, host.count_cpus(), fit))
 
 
 def _program(request: CompileRequest, folder: Path, say: Progress) -> CompiledProgram:

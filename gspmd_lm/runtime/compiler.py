@@ -1,9 +1,7 @@
 """Compiling for devices: the compiler's options, what it refuses, and whether a program finds memory enough."""
 
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +9,7 @@ import jax
 from gspmd_lm import versions
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.hardware.chips import GPU_MEMORY_SHARE, chip_of
+from gspmd_lm.runtime import host
 
 # Compiler options that a rules file may override; null there removes one. Each name was accepted by the compilers that
 # come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100), and by libtpu 0.0.50.
@@ -196,21 +195,5 @@ def _room(devices: Sequence[Any]) -> tuple[int | None, int]:
     """
     local_devices = [device for device in devices if device.process_index == jax.process_index()]
     if devices[0].platform == "cpu":
-        return _free_bytes(), len(local_devices)
+        return host.free_bytes(), len(local_devices)
     return (local_devices[0].memory_stats() or {}).get("bytes_limit"), 0
-
-
-def _free_bytes() -> int | None:
-    """The memory that this process may still take, swap included; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        bytes_of = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
-        free = bytes_of["MemAvailable"] + bytes_of["SwapFree"]
-    except (OSError, KeyError, ValueError):
-        return None
-    with contextlib.suppress(OSError, ValueError, KeyError):  # a container's limit; "max" if it has none
-        group = Path("/sys/fs/cgroup")
-        held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(held["inactive_file"])  # which the system reclaims
-        free = min(free, int((group / "memory.max").read_text()) - used)
-    return free

@@ -17,7 +17,7 @@ from gspmd_lm import cli, config, errors, session
 from gspmd_lm.cli import conversion
 from gspmd_lm.convert import export, sidecars
 from gspmd_lm.data.tokenizer import Bytes
-from gspmd_lm.runtime import compiler, processes
+from gspmd_lm.runtime import compiler, host, processes
 from tests.courses import weights
 from tests.quick import QUICK_FLAGS
 
@@ -198,7 +198,7 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *ALONE)
     assert code == 2 and "the text is empty" in err
     text.write_text("0" * 40)
-    monkeypatch.setattr(compiler, "_free_bytes", lambda: 190_000)  # the weights have 183 kB
+    monkeypatch.setattr(host, "free_bytes", lambda: 190_000)  # the weights have 183 kB
     monkeypatch.setattr(session, "_restore", lambda *_: pytest.fail("the weights were read"))
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *ALONE)
     assert code == 2 and "scoring 1 rows of 40 tokens at a time needs " in err
@@ -220,7 +220,7 @@ def test_weights_that_do_not_fit_are_refused_by_counting(verb, folder, workdir, 
     """Before anything is compiled, read or written."""
     (tmp_path / "text.txt").write_text("some text")
     paths = {"folder": folder, "workdir": workdir, "new": tmp_path / "new", "text": tmp_path / "text.txt"}
-    monkeypatch.setattr(compiler, "_free_bytes", lambda: 100_000)
+    monkeypatch.setattr(host, "free_bytes", lambda: 100_000)
     monkeypatch.setattr(compiler, "compile", lambda *_: pytest.fail("compiled"))
     code, out, err = verb(*command.format_map(paths).split(), *ALONE)
     assert code == 2 and "1 simulated device has the memory of this machine, which has 0.0001 GB free: " in err, out

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.runtime import compiler
+from gspmd_lm.runtime import compiler, host
 from gspmd_lm.sharding import rules_file
 from tests.launched import launch, output
 
@@ -124,28 +124,13 @@ for row in {"xla_foo": True}, {"xla_tpu_scoped_vmem_limit_kib": "many"}:
     ]
 
 
-def test_what_a_container_keeps_of_files_is_free(tmp_path, monkeypatch):
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemAvailable: 1000 kB\nSwapFree: 0 kB\n")
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    monkeypatch.setattr(compiler, "Path", lambda path: tmp_path / path[1:])
-    assert compiler._free_bytes() == 1000 * 1024
-    (group / "memory.max").write_text("800000\n")
-    (group / "memory.current").write_text("790000\n")
-    (group / "memory.stat").write_text("anon 90000\ninactive_file 600000\nactive_file 100000\n")
-    assert compiler._free_bytes() == 610_000
-    (group / "memory.max").write_text("max\n")
-    assert compiler._free_bytes() == 1000 * 1024
-
-
 def test_arrays_that_devices_cannot_hold_are_refused_by_counting(monkeypatch):
     held, real = {"weights": 3 * 10**9, "batch": 10**3}, SimpleNamespace(platform="tpu", process_index=0)
     real.memory_stats = lambda: {"bytes_limit": 3 * 10**9}
     for free in 24_000_008_000, None:
-        monkeypatch.setattr(compiler, "_free_bytes", lambda free=free: free)
+        monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
         compiler.check_held(held, jax.devices())
-    monkeypatch.setattr(compiler, "_free_bytes", lambda: 24_000_007_999)
+    monkeypatch.setattr(host, "free_bytes", lambda: 24_000_007_999)
     with pytest.raises(InputError, match=r"^8 simulated devices share the memory of .*, which has 24 GB free"):
         compiler.check_held(held, jax.devices())
     compiler.check_held({"weights": 3 * 10**9}, [real] * 4)
