@@ -394,6 +394,7 @@ class _Training:
         if isinstance(rows, AheadLoader):
             extra["positions"] = processes.gather(rows.positions(self.done))
         with self.save_clock.saving(), self.wall_time.spending("saves"):
+            self.log.flush()  # a run that goes on from here finds the rows so far
             self.checkpoints.save(self.done, self.state, extra, keep=best.step if self.config.keeps_best else None)
         self.meter.restart(self.done)
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +75,11 @@ class Log:
             text = f"**{sample.prompt}**{sample.text}"
             self._tell(lambda tracker, name=f"sample {number}", text=text: tracker.text(step, name, text))
 
+    def flush(self) -> None:
+        """Returns when all rows are written that can be written now, such as those before a checkpoint."""
+        for file in (self.metrics, self.samples):
+            file.flush()
+
     def close(self) -> None:
         """Writes what could not be written before, if that is possible now, and closes the trackers."""
         for file in (self.metrics, self.samples):
@@ -93,6 +99,7 @@ class Log:
 class _JsonLines:
     """A file with a JSON object on each line, which has a step.
 
+    Object stores do not append, so there the file is written whole, in the background: no step waits for the store.
     Rows that cannot be written, such as on a full disk, are kept and tried again with the next row.
     """
 
@@ -101,8 +108,7 @@ class _JsonLines:
 
         A file with lines that cannot be read is kept beside it, as it was.
         """
-        self.path, self.say = path, say
-        self.unwritten, self.failing = b"", False
+        self.path, self.say, self.failing = path, say, False
         if path.is_dir():
             raise InputError(f"{path}: is a folder, but must be a file\n  fix   move it away")
         old, lines, rows = _parse_log(path)
@@ -118,42 +124,88 @@ class _JsonLines:
         text = b"".join(line + b"\n" for line in kept)
         if old != text:
             files.replace(path, text)
-        self.remote = text if files.is_remote(path) else None
+        self._file = _Remote(path, text) if files.is_remote(path) else _Local(path)
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
-        self.unwritten += (json.dumps({"step": step, **values}) + "\n").encode()
+        self._file.unwritten += (json.dumps({"step": step, **values}) + "\n").encode()
         self._try()
 
-    def close(self) -> None:
-        if self.unwritten:
-            self._try()
-        if self.unwritten:
-            self.say(f"warning: {self.path}: the last {len(self.unwritten.splitlines())} rows are not written")
+    def flush(self) -> None:
+        """Returns when all rows are written, or when that has failed."""
+        if self._file.unwritten:
+            self._try(wait=True)
 
-    def _try(self) -> None:
+    def close(self) -> None:
+        self.flush()
+        self.flush()  # again, since what failed may have begun when there were fewer rows
+        if self._file.unwritten:
+            self.say(f"warning: {self.path}: the last {len(self._file.unwritten.splitlines())} rows are not written")
+        self._file.close()
+
+    def _try(self, wait: bool = False) -> None:
         """Writes the rows that are not written yet. The first of several failures is said, and so is their end."""
         try:
-            self._write()
+            wrote = self._file.write(wait)
         except Exception as error:  # a store raises what it likes
             if not self.failing:
                 why = files.reason(error) if isinstance(error, OSError) else " ".join(str(error).split())
                 self.say(f"warning: {self.path}: {why}; the run goes on, and tries to write the rows later")
             self.failing = True
             return
-        if self.failing:
+        if self.failing and wrote:
             self.say(f"{self.path}: can be written again, and has all rows")
-        self.unwritten, self.failing = b"", False
+            self.failing = False
 
-    def _write(self) -> None:
-        if self.remote is not None:  # object stores do not append: the file is written whole
-            files.replace(self.path, self.remote + self.unwritten)
-            self.remote += self.unwritten
-            return
+
+class _Local:
+    """A file of this machine, which grows."""
+
+    def __init__(self, path: epath.Path):
+        self.path, self.unwritten = path, b""
+
+    def write(self, wait: bool) -> bool:
+        """Appends what is unwritten, at once. Raises OSError, and then nothing of it is written."""
         with Path(self.path).open("ab", buffering=0) as file:
             size = file.tell()
             if file.write(self.unwritten) < len(self.unwritten):  # as the system does where the disk gets full
                 file.truncate(size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.unwritten = b""
+        return True
+
+    def close(self) -> None: ...
+
+
+class _Remote:
+    """A file in an object store, which grows: a thread writes it whole, one time after the other."""
+
+    def __init__(self, path: epath.Path, text: bytes):
+        self.path, self.text, self.unwritten = path, text, b""
+        self._pool = ThreadPoolExecutor(1)
+        self._writing: tuple[bytes, Future[None]] | None = None
+
+    def write(self, wait: bool) -> bool:
+        """Begins to write what is unwritten, unless rows before it are being written. Returns whether any rows were.
+
+        wait: returns when all rows are written. Raises what the store raised, and then no rows are being written.
+        """
+        wrote = self._take(wait)
+        if self.unwritten and not self._writing:
+            content = self.text + self.unwritten
+            self._writing = self.unwritten, self._pool.submit(files.replace, self.path, content)
+        return self._take(wait) or wrote
+
+    def _take(self, wait: bool) -> bool:
+        """Whether the rows that were being written are written now."""
+        if not self._writing or not (wait or self._writing[1].done()):
+            return False
+        (rows, writing), self._writing = self._writing, None
+        writing.result()
+        self.text, self.unwritten = self.text + rows, self.unwritten[len(rows) :]
+        return True
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
 
 def read_rows(path: epath.Path) -> tuple[list[dict[str, Any]], str]:

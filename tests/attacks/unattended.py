@@ -153,7 +153,7 @@ class Attacker:
         victim, again = draw.randrange(self.options.processes), draw.random() < 0.25
         # Launch gives up where three attempts in a row come no farther, so an attack waits until the run has.
         self._wait(lambda: self._at()[1] > self.farthest)
-        farther = self.farthest + draw.randrange(1, 16)
+        farther = self.farthest + draw.randrange(1, 12)
         self._wait(lambda: self._at()[1] > farther)
         time.sleep(draw.uniform(0, 0.5))
         attempt, step = self._strike(kind, victim, lasts_s)
@@ -250,7 +250,8 @@ def attack(options, store):
         print(f"after {attacker.done} attacks: {attacker.error or f'launch ended with {code}'}")
         return 1
     steps = attacker.farthest + 20
-    codes = [launch(Hosts(job(options, name, f"--steps={steps}")), tell) for name in ("attacked", "undisturbed")]
+    ends = {"attacked": [], "undisturbed": ["--set=train.checkpoint_every=0"]}
+    codes = [launch(Hosts(job(options, name, f"--steps={steps}", *more)), tell) for name, more in ends.items()]
     attacked, undisturbed = losses(store, "attacked"), losses(store, "undisturbed")
     same = attacked == undisturbed and [step for step, _ in attacked] == list(range(1, len(attacked) + 1))
     print(f"{attacker.done} attacks on {options.processes} processes, {len(attacked)} steps, exit codes {codes}: the "

@@ -2,14 +2,17 @@
 
 import errno
 import os
+import queue
+import threading
 import types
 
 import pytest
 from etils import epath
 
+from gspmd_lm import files
 from gspmd_lm.config import Train
 from gspmd_lm.workdir import trackers
-from gspmd_lm.workdir.log import Log
+from gspmd_lm.workdir.log import Log, read_rows
 
 ROWS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n'
 
@@ -37,6 +40,40 @@ def test_a_run_that_goes_on_keeps_its_rows_up_to_that_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(ROWS + '{"step": 3, "loss": 0.5}\n')
     Log(epath.Path(tmp_path), 2, Train(steps=9, trackers=()), {}).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ROWS
+
+
+def test_no_step_waits_for_an_object_store(tmp_path, monkeypatch):
+    """What is logged while the store is slow is written together. A store that fails loses no row."""
+    lines, workdir, replace = [], epath.Path(tmp_path), files.replace
+    answers, waiting, contents = queue.Queue(), threading.Semaphore(0), []
+
+    def replace_slowly(path, content):
+        waiting.release()
+        if not answers.get(timeout=10):
+            raise ConnectionError("gone")
+        contents.append(len(content.splitlines()))
+        replace(path, content)
+
+    monkeypatch.setattr(files, "is_remote", lambda path: True)
+    monkeypatch.setattr(files, "replace", replace_slowly)
+    log = Log(workdir, 0, Train(steps=9, trackers=()), {}, lines.append)
+    for step in (1, 2, 3):
+        log.write(step, {"loss": 1.0})
+    assert waiting.acquire(timeout=10) and not waiting.acquire(blocking=False)  # one writes, and nobody waits for it
+    for answer in (True, False):
+        answers.put(answer)
+    log.flush()
+    assert lines == [f"warning: {workdir / 'metrics.jsonl'}: gone; the run goes on, and tries to write the rows later"]
+    answers.put(True)
+    log.write(4, {"loss": 1.0})
+    log.flush()
+    assert contents == [1, 4] and lines[1:] == [f"{workdir / 'metrics.jsonl'}: can be written again, and has all rows"]
+    for answer in (False, True):
+        answers.put(answer)
+    log.write(5, {"loss": 1.0})
+    log.close()
+    rows, damaged = read_rows(workdir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and not damaged and lines[2:] == lines[:2]
 
 
 def test_rows_that_cannot_be_written_are_written_later(tmp_path):
