@@ -459,7 +459,7 @@ class _Training:
             peak and peak * run.step.mesh.size,
         )
 
-    def _log(self) -> Any:
+    def _log(self) -> "Log | _Silent":
         if not self.is_main:
             return _Silent()
         return Log(
@@ -479,6 +479,8 @@ class _Silent:
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+
+    def flush(self) -> None: ...
 
     def close(self) -> None: ...
 

@@ -20,7 +20,7 @@ def environment(port, host=HERE):
     url = f"http://{host}:{port}"
     return {
         "STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
-        "NO_GCE_CHECK": "true",  # to look for Google's own machines takes seconds
+        "GCE_METADATA_DETECT_RETRIES": "1",  # to look three times for a machine of Google takes seconds
         "GOOGLE_CLOUD_PROJECT": "none", "GCSFS_DEFAULT_TOKEN": "anon", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }  # fmt: skip
 
