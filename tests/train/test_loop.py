@@ -34,6 +34,7 @@ from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.saving import Clock, SkippedSteps
 from gspmd_lm.workdir.checkpoint import Checkpoints
+from gspmd_lm.workdir.log import Log
 from gspmd_lm.workdir.wall_time import read_totals
 from tests.train.runs import CPU, TRAIN, losses_of, rows_of, state_of
 
@@ -317,13 +318,14 @@ def test_a_run_is_saved_when_its_clock_says_so(run, small, straight, tmp_path, m
     often = dict(TRAIN, checkpoint_every=0, eval_every=0, keep_checkpoints=9)
     config = small(layers=1, data={"batch": 8, "source": "random:60"}, train=often)
     assert config.train.checkpoint_minutes == 10
-    saved, save = [], Checkpoints.save
-    monkeypatch.setattr(Clock, "due", lambda self, writing: len(saved) < 2 and not writing)
+    events, save, flush = [], Checkpoints.save, Log.flush
+    monkeypatch.setattr(Clock, "due", lambda self, writing: len(events) < 4 and not writing)
     monkeypatch.setattr(Checkpoints, "save", lambda self, step, *given, **more: (
-        saved.append(step), save(self, step, *given, **more), self.wait()))  # fmt: skip
+        events.append(step), save(self, step, *given, **more), self.wait()))  # fmt: skip
+    monkeypatch.setattr(Log, "flush", lambda self: (events.append("rows"), flush(self)))
     timed = run(tmp_path, config=config)
     timed.train(5)
-    assert saved == [1, 2, 5]
+    assert events == ["rows", 1, "rows", 2, "rows", 5]
     assert "saves every 10 minutes and at the end; " in timed.console.file.getvalue()
     assert losses_of(tmp_path) == {step: loss for step, loss in losses_of(straight[0]).items() if step <= 5}
 
