@@ -12,6 +12,7 @@ import time
 import types
 from pathlib import Path
 
+from gspmd_lm.errors import STOPPED
 from gspmd_lm.launch import loop, places
 from gspmd_lm.launch.job import Job
 
@@ -175,6 +176,10 @@ echo "$*" >> "$STAND_IN/given.$number"
 count=$(wc -l < "$STAND_IN/given.$number")
 eval "$(sed -n "${count}p" "$STAND_IN/attempts")"
 """
+# An attempt that saves when it is asked to stop. It is at its first step when no host can miss that any more.
+SAVES = f"""trap 'echo saved; exit {STOPPED}' TERM; touch "$STAND_IN/ready.$number"
+until test "$(ls "$STAND_IN"/ready.* | wc -l)" = {HOSTS}; do sleep 0.05; done
+echo step 1/9; while true; do sleep 0.1; done""".replace("\n", "; ")
 # Waits until as many hosts as are asked for, two by default, have started as often as the first one.
 _ALL_BEGAN = """
 { until test "$(cat "$STAND_IN"/given.* | wc -l)" = $((${1:-2} * $(wc -l < "$STAND_IN/given.0"))); do

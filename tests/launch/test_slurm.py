@@ -4,6 +4,7 @@ import pytest
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT, RunFailed
 from gspmd_lm.launch import loop
+from tests.launch.cloud import SAVES
 
 FINISHED = 'echo "step 9/9"'
 
@@ -63,7 +64,7 @@ def test_a_job_that_is_refused_comes_to_an_end(cloud, monkeypatch):
 
 
 def test_a_budget_that_is_spent_lets_the_tasks_save(cloud, monkeypatch):
-    cloud.attempts(f"trap 'echo saved; exit {STOPPED}' TERM; echo step 1/9; while true; do sleep 0.1; done")
+    cloud.attempts(SAVES)
     assert cloud.launch(job(cloud, max_hours=5.0), tell=cloud.spend_at("step 1/9", monkeypatch)) == STOPPED
     assert "saved" in cloud.said and "saved" in (cloud.at / "logs/1/1.log").read_text()
 

@@ -8,7 +8,7 @@ import pytest
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT, InputError, RunFailed
 from gspmd_lm.launch import logs, loop, places
-from tests.launch.cloud import HOSTS, QUICK
+from tests.launch.cloud import HOSTS, QUICK, SAVES
 
 # One host tells the stand-in that it is time, when the other has begun too.
 PREEMPTED = 'echo "step 3/9"; case $HOME in *host0) all_began; touch "$STAND_IN/preempt";; esac; sleep 60'
@@ -196,9 +196,6 @@ def test_one_worker_that_dies_ends_the_others(cloud):
     cloud.attempts(alone, FINISHED)
     assert cloud.launch(cloud.job()) == 0
     assert "the processes that have not ended are killed" in cloud.said and len(cloud.started()) == 2
-
-
-SAVES = f"trap 'echo saved; exit {STOPPED}' TERM; echo step 1/9; while true; do sleep 0.1; done"
 
 
 @pytest.mark.parametrize("spent", ["max_hours: 5 h are over", pytest.param("max_usd: 2000.", marks=SLOW)])
