@@ -12,7 +12,6 @@ run. --ops lists the operations that are predicted worst: their times come from 
 import collections
 import glob
 import operator
-import os
 import statistics
 import tempfile
 import time
@@ -32,6 +31,7 @@ from gspmd_lm.foresight.explain import settle_layout
 from gspmd_lm.foresight.timing.simulate import Simulation
 from gspmd_lm.hardware import target
 from gspmd_lm.hardware.network import Network
+from gspmd_lm.runtime import host
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import decoder, state, step
 
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases, with semicolons between them")
     parser.add_argument("--ops", type=int, default=0, help="how many operations to list for each case")
     flags = parser.parse_args()
-    if len(os.sched_getaffinity(0)) > 1:
+    if host.count_cpus() > 1:
         raise SystemExit("one core must be chosen: taskset -c 0 python -m benchmarks.calibrated")
     measure.simulate(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,6 @@ befalls both; ratios are of medians. CPU seconds are of all threads, for prompt 
 
 import importlib
 import importlib.util
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from gspmd_lm.config import nest
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer import generate
 from gspmd_lm.model.families import init
+from gspmd_lm.runtime import host
 from gspmd_lm.sharding import rules_file
 
 PROMPT = 64
@@ -75,7 +75,7 @@ def theirs(name: str, prompts: np.ndarray, new: int) -> Run:
     """transformers' generate."""
     torch: Any = importlib.import_module("torch")  # of .[parity], which may not be installed
     transformers: Any = importlib.import_module("transformers")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(host.count_cpus())
     torch.manual_seed(0)
     if name == "gpt2":
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=GPT2["vocab"])).eval()

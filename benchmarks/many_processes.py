@@ -71,8 +71,8 @@ def main() -> None:
     at: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(measure.ROOT):
         # One process compiles for all: so many compilers at once would need more memory than the run.
-        os.environ |= {"JAX_SHARE_BINARY_BETWEEN_HOSTS": "1"}
-        os.environ |= {"GSPMD_LM_CACHE": f"{folder}/cache", "PYTHONUNBUFFERED": "1"}
+        shares = {"JAX_SHARE_BINARY_BETWEEN_HOSTS": "1"}
+        os.environ |= shares | {"GSPMD_LM_CACHE": f"{folder}/cache", "PYTHONUNBUFFERED": "1"}
         train = f"{TRAIN} --set=data.batch={options.processes} --set=train.steps={STEPS}"
         train += f" --set=train.checkpoint_every={SAVED_EVERY}"
         job = Job(workdir=f"{folder}/run", logs=f"{folder}/logs", train=train, name="many", processes=options.processes)

@@ -185,9 +185,10 @@ class _Remote:
         self._writing: tuple[bytes, Future[None]] | None = None
 
     def write(self, wait: bool) -> bool:
-        """Begins to write what is unwritten, unless rows before it are being written. Returns whether any rows were.
+        """Starts to write the unwritten rows, unless earlier rows are still being written.
 
-        wait: returns when all rows are written. Raises what the store raised, and then no rows are being written.
+        Returns whether rows have been written since the last call. wait: returns only when all rows are written.
+        Raises what the store raised, and then no rows are being written.
         """
         wrote = self._take(wait)
         if self.unwritten and not self._writing:
@@ -196,7 +197,7 @@ class _Remote:
         return self._take(wait) or wrote
 
     def _take(self, wait: bool) -> bool:
-        """Whether the rows that were being written are written now."""
+        """Whether the rows that were being written are written now. wait: waits until they are."""
         if not self._writing or not (wait or self._writing[1].done()):
             return False
         (rows, writing), self._writing = self._writing, None

@@ -250,7 +250,7 @@ def attack(options, store):
         print(f"after {attacker.done} attacks: {attacker.error or f'launch ended with {code}'}")
         return 1
     steps = attacker.farthest + 20
-    ends = {"attacked": [], "undisturbed": ["--set=train.checkpoint_every=0"]}
+    ends = {"attacked": [], "undisturbed": ["--set=train.checkpoint_every=0"]}  # saves change no loss, but take long
     codes = [launch(Hosts(job(options, name, f"--steps={steps}", *more)), tell) for name, more in ends.items()]
     attacked, undisturbed = losses(store, "attacked"), losses(store, "undisturbed")
     same = attacked == undisturbed and [step for step, _ in attacked] == list(range(1, len(attacked) + 1))

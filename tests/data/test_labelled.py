@@ -24,11 +24,9 @@ PAIR = {"fields": ["a", "b"], "label": "label"}
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
+def folder(folder):
     _lines("a.jsonl", RECORDS)
-    return tmp_path
+    return folder
 
 
 def _lines(name, records):

@@ -23,12 +23,10 @@ MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+def folder(folder):
     lines = [json.dumps({"text": f"document {i} " * (1 + i % 40)}) for i in range(200)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return folder
 
 
 def _config(vocab=257, **data):

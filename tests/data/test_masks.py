@@ -18,20 +18,18 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
+def folder(folder):
     words = [f"word{i}" for i in range(300)]
     draw = np.random.default_rng(0)
     lines = [json.dumps({"text": " ".join(draw.choice(words, 50))}) for _ in range(200)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (folder / "a.jsonl").write_text("\n".join(lines))
     vocab = {name: i for i, name in enumerate([*SPECIAL, *words])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens(list(SPECIAL))
     made.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     made.save("bert.json")
-    return tmp_path
+    return folder
 
 
 def _open(objective="masked", model=MODEL, **data):

@@ -15,13 +15,11 @@ MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
+def folder(folder):
     for letter, count in (("a", 40), ("b", 200), ("v", 30)):
         lines = [json.dumps({letter: f"{letter * 9} {i} " * 5}) for i in range(count)]
-        (tmp_path / f"{letter}.jsonl").write_text("\n".join(lines))
-    return tmp_path
+        (folder / f"{letter}.jsonl").write_text("\n".join(lines))
+    return folder
 
 
 def _entry(letter, weight=None):

@@ -14,16 +14,14 @@ from tests.data.test_tokens import _config as config_of
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    conversations.write_tokenizer(tmp_path / "chatty", conversations.CHATML)
+def folder(folder):
+    conversations.write_tokenizer(folder / "chatty", conversations.CHATML)
     chats = [{"messages": conversations.turns(f"question {i}", f"answer {i}")} for i in range(60)]
     records = [{"a": f"one {i}", "b": "two " * (i % 9), "label": ("no", "yes", "maybe")[i % 3]} for i in range(60)]
     texts = [{"text": f"the {'very ' * (i % 5)}old text {i} is here"} for i in range(300)]
     for name, lines in (("chat", chats), ("records", records), ("a", texts)):
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return tmp_path
+    return folder
 
 
 def _rows(looked):

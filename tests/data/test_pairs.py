@@ -16,11 +16,9 @@ RECORDS = [{"from": f"{i} " + "a b" * (i % 3), "to": f"{i}" + "c" * (i % 5), "id
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
-    return tmp_path
+def folder(folder):
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
+    return folder
 
 
 def _open(model=MODEL, objective="seq2seq", **data):

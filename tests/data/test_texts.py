@@ -9,14 +9,8 @@ from conversations import write_tokenizer
 from gspmd_lm.config import Data
 from gspmd_lm.data import cache, making, packing, readers, sources, tokenizer
 
+pytestmark = pytest.mark.usefixtures("folder")
 BOS, END = 256, 257
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def _tokenizer(folder, single=()):

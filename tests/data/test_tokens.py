@@ -24,14 +24,12 @@ MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
+def folder(folder):
     draw = np.random.default_rng(0)
     for name, count in (("a", 300), ("b", 100)):
         texts = ["".join(map(chr, draw.integers(97, 123, draw.integers(1, 900)))) for _ in range(count)]
         Path(f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return tmp_path
+    return folder
 
 
 @pytest.fixture

@@ -17,12 +17,10 @@ MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
+def folder(folder):
     lines = [json.dumps({"text": f"the cat number {i} sat on mat {i * i} " * (1 + i % 9)}) for i in range(300)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    return tmp_path
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return folder
 
 
 def _config(data, train=None, **model):

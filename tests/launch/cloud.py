@@ -176,7 +176,7 @@ echo "$*" >> "$STAND_IN/given.$number"
 count=$(wc -l < "$STAND_IN/given.$number")
 eval "$(sed -n "${count}p" "$STAND_IN/attempts")"
 """
-# An attempt that saves when it is asked to stop. It is at its first step when no host can miss that any more.
+# An attempt that saves when it is asked to stop. No host prints its first step before all hosts have set their traps.
 SAVES = f"""trap 'echo saved; exit {STOPPED}' TERM; touch "$STAND_IN/ready.$number"
 until test "$(ls "$STAND_IN"/ready.* | wc -l)" = {HOSTS}; do sleep 0.05; done
 echo step 1/9; while true; do sleep 0.1; done""".replace("\n", "; ")
