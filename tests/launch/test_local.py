@@ -58,8 +58,12 @@ def test_processes_that_do_not_notice_that_another_one_has_failed_are_killed(mac
 
 
 def test_processes_that_do_not_notice_that_another_one_was_stopped_are_asked_to_stop(machine, tmp_path, monkeypatch):
-    waits = ["sh", "-c", f"trap 'exit {STOPPED}' TERM; while true; do sleep 0.1; done"]
-    monkeypatch.setattr(Local, "commands", lambda self, program, port: [waits, ["sh", "-c", f"exit {STOPPED}"]])
+    ready = tmp_path / "ready"  # there is a trap for the signal
+    scripts = [
+        f"trap 'exit {STOPPED}' TERM; touch {ready}; while true; do sleep 0.1; done",
+        f"while [ ! -e {ready} ]; do sleep 0.1; done; exit {STOPPED}",
+    ]
+    monkeypatch.setattr(Local, "commands", lambda self, program, port: [["sh", "-c", script] for script in scripts])
     job = machine.job("local", processes=2, workdir=str(tmp_path / "run"), train=TRAIN, max_retries=0)
     assert machine.launch(job, waits=dataclasses.replace(SOON, stop=60)) == STOPPED
     assert "a process was stopped: the processes save and end" in machine.said
