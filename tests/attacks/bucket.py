@@ -29,7 +29,10 @@ def serve(port, host=HERE, delay_s=0.0):
     """Serves the bucket `bucket` from memory, each request after `delay_s`, until the process is ended."""
     from gcp_storage_emulator import server
     from gcp_storage_emulator.exceptions import NotFound
+    from gcp_storage_emulator.storage import Storage
 
+    # At each change it writes a list of all objects, also of those that were deleted, for its next start.
+    Storage._write_config_to_file = lambda self: None
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
 
     def named(request):
