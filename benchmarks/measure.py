@@ -141,13 +141,13 @@ def program_size(text: str) -> tuple[int, int]:
     return len(lines) - first, sum(" = " in line for line in lines[first:])
 
 
-def taken(command: Sequence[str], **environment: str) -> tuple[float, float, float]:
+def taken(command: Sequence[str]) -> tuple[float, float, float]:
     """CPU seconds of a command, its own and the system's for it, and its peak memory in GB. It must succeed."""
     code = "import resource, subprocess, sys; print(subprocess.run(sys.argv[1:], stdout=sys.stderr, check=True) and '')"
     code += "; used = resource.getrusage(resource.RUSAGE_CHILDREN)"
     code += "; print(used.ru_utime, used.ru_stime, used.ru_maxrss)"
     process = [sys.executable, "-c", code, *command]
-    done = subprocess.run(process, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    done = subprocess.run(process, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr[-4000:]}")
     user_s, system_s, peak_kib = done.stdout.split()
