@@ -304,7 +304,7 @@ def main() -> None:
                 rows += found
                 print(measure.markdown(found, {"measured": "measured", "value": "value", "unit": "unit"}), flush=True)
     if given.write:
-        measure.write("data", rows)
+        measure.keep("data", rows, "measured")
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def main() -> None:
                 print(row, flush=True)
                 rows.append(row)
     if options.write:
-        measure.write("generation", rows)
+        measure.keep("generation", rows, "model", "side", "batch")
 
 
 if __name__ == "__main__":

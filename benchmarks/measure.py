@@ -165,6 +165,23 @@ def read(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
 
 
+def kept(name: str) -> list[dict[str, Any]]:
+    """The rows of results/<name>.json, or none where nothing was kept yet."""
+    return read(name) if (RESULTS / f"{name}.json").exists() else []
+
+
+def keep(name: str, rows: Sequence[dict[str, Any]], *keys: str) -> None:
+    """Writes `rows` to results/<name>.json, in place of those with the same values of `keys`. The others stay.
+
+    Each row has the date on which it was measured.
+    """
+    path = RESULTS / f"{name}.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"date": "", "rows": []}
+    dated = [{"date": before["date"]} | row for row in before["rows"]]
+    dated += [{"date": datetime.date.today().isoformat()} | row for row in rows]
+    write(name, list({tuple(row[key] for key in keys): row for row in dated}.values()))
+
+
 def write(name: str, rows: list[dict[str, Any]]) -> None:
     """Keeps `rows` and where they were measured as results/<name>.json."""
     RESULTS.mkdir(exist_ok=True)

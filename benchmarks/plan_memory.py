@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=[*KINDS], choices=[*KINDS])
     parser.add_argument("--again", action="store_true", help="also what is kept")
     options = parser.parse_args()
-    kept = measure.read("plan_memory") if (measure.RESULTS / "plan_memory.json").exists() else []
+    kept = measure.kept("plan_memory")
     for target in options.targets if options.what == "make" else ():
         for kind in options.kinds:
             others = [row for row in kept if (row["target"], row["kind"]) != (target, kind)]
