@@ -1,10 +1,11 @@
 """Benchmarks that only a person starts: what they keep is what was measured."""
 
 import datetime
+import sys
 
 import pytest
 
-from benchmarks import expert_buffers, measure
+from benchmarks import expert_buffers, measure, plan
 
 
 def test_a_table_that_is_shown_again_keeps_the_date_of_its_figures(monkeypatch, capsys):
@@ -23,3 +24,10 @@ def test_cases_that_are_measured_one_by_one_keep_each_other(monkeypatch, tmp_pat
     today = datetime.date.today().isoformat()
     wanted = [("a", 2, today), ("b", 1, "2000-01-01"), ("c", 2, today)]
     assert [(row["case"], row["value"], row["date"]) for row in measure.read("times")] == wanted
+
+
+def test_a_case_that_is_missing_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan.py", "rank"])
+    with pytest.raises(SystemExit):
+        plan.main()
+    assert "rank needs a case: 1b-h100:8, " in capsys.readouterr().err
