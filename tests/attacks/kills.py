@@ -29,7 +29,7 @@ from pathlib import Path
 
 from gspmd_lm.errors import STOPPED
 from gspmd_lm.launch.local import free_port
-from tests.attacks.runs import ENDS_S, PATIENCE_S, RANDOM, SMALL, arrays, checkpoints, finished, start
+from tests.attacks.runs import ENDS_S, PATIENCE_S, RANDOM, SMALL, arrays, checkpoints, finished, losses, start
 from tests.attacks.slowed import slowed
 
 
@@ -76,11 +76,10 @@ class Train(Kind):
                 "--set=train.checkpoint_every=2", "--set=train.steps=600"]  # fmt: skip
 
     def left(self, trial):
-        rows = [json.loads(line) for line in (trial / "run/metrics.jsonl").read_text().splitlines()]
-        losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
         # What a kill after the last save left to be deleted stays there: a run with nothing to do changes nothing.
         steps = sorted(path.name for path in (trial / "run/checkpoints").iterdir() if path.name != "deleted")
-        return {"losses": losses, "steps": steps, "state": arrays(trial / "run/checkpoints/600/state")}
+        logged = losses((trial / "run/metrics.jsonl").read_text())
+        return {"losses": logged, "steps": steps, "state": arrays(trial / "run/checkpoints/600/state")}
 
     def at(self, trial):
         folder = trial / "run/checkpoints"
@@ -144,8 +143,7 @@ class Compile(Kind):
                 "--steps=4"]  # fmt: skip
 
     def left(self, trial):
-        rows = [json.loads(line) for line in (trial / "run/metrics.jsonl").read_text().splitlines()]
-        return {"losses": [row["loss"] for row in rows if "loss" in row]}
+        return {"losses": losses((trial / "run/metrics.jsonl").read_text())}
 
     def at(self, trial):
         entries = list((trial / "cache/compile").glob("*-cache")) if (trial / "cache/compile").is_dir() else []
