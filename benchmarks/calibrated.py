@@ -201,7 +201,7 @@ def main() -> None:
     print(measure.markdown(rows, COLUMNS))
     print(f"{statistics.mean(abs(row['ratio'] - 1) for row in rows):.1%} in the mean")
     if flags.write:
-        measure.write("calibrated", rows)
+        measure.keep("calibrated", rows, "config")
 
 
 if __name__ == "__main__":

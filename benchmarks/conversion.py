@@ -1,6 +1,6 @@
 """What a conversion takes of a machine: CPU time and peak memory of `convert --from` and `convert --to`, beside a copy.
 
-    python benchmarks/conversion.py [--gigabytes=1.16] [--shards=4]
+    python -m benchmarks.conversion [--gigabytes=1.16] [--shards=4]
 
 writes a directory of bfloat16 weights of that size, several safetensors files, to a temporary folder; copies it with
 and without the sha256 of what is written; imports it; and exports it again. Each runs as a process of its own. The

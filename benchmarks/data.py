@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -77,16 +77,8 @@ def write_text(path: Path, size_bytes: int) -> None:
 
 def open_rows(folder: str) -> loader.Loader:
     """The rows of a folder of tokens, as a run reads them."""
-    sizes = {
-        "layers": 1,
-        "embed": 8,
-        "heads": 1,
-        "kv_heads": 1,
-        "head_dim": 8,
-        "mlp": 8,
-        "vocab": VOCAB,
-        "context": SEQ,
-    }
+    sizes = dict.fromkeys(("layers", "heads", "kv_heads"), 1) | dict.fromkeys(("embed", "head_dim", "mlp"), 8)
+    sizes |= {"vocab": VOCAB, "context": SEQ}
     named = {"source": folder, "tokenizer": folder, "batch": BATCH, "seq": SEQ, "held_out": 0}
     return loader.open_loaders(
         config.from_dict({"name": "x", "model": nest(sizes), "data": named, "train": {"steps": 1}}, "x")
@@ -275,8 +267,7 @@ def start(at: Path, count: float, tokenizer: Path) -> list[dict[str, Any]]:
                 "encoder": encoder.fingerprint, "description": "random", "notes": "", "classes": [],
                 **dict.fromkeys(tokens.COUNTS, 0)}  # fmt: skip
     folder.write(tokens.MANIFEST, files.with_sum(manifest).encode())
-    for name in ("tokenizer.json",):
-        folder.write(name, tokenizer.read_bytes())
+    folder.write("tokenizer.json", tokenizer.read_bytes())
     began = time.monotonic()
     taken_s = cpu_s(lambda: open_rows(str(at / "many")).rows_at(0, slice(None)))
     return [
@@ -285,20 +276,21 @@ def start(at: Path, count: float, tokenizer: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     flags = measure.flags(__doc__)
     flags.add_argument("--megabytes", type=float, default=1000.0)
     flags.add_argument("--rate_megabytes", type=float, default=24.0)
     flags.add_argument("--tokens", type=float, default=1e9)
     flags.add_argument("--kills", type=int, default=20)
-    flags.add_argument("--only", default="", help="one of rates, bounds, kills, start")
-    given = flags.parse_args(arguments)
+    flags.add_argument("--only", choices=("rates", "bounds", "kills", "start"))
+    given = flags.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as made:
         at = Path(made)
         os.environ["GSPMD_LM_CACHE"] = str(at / "cache")
         write_text(at / "small.jsonl", round(given.rate_megabytes * 1e6))
-        write_text(at / "large.jsonl", round(given.megabytes * 1e6))
+        if given.only in (None, "bounds"):
+            write_text(at / "large.jsonl", round(given.megabytes * 1e6))
         tokenizer = at / "tokenizer" / "tokenizer.json"
         trained.train_tokenizer(sources.open_source(Data(source=str(at / "small.jsonl"))).documents(), VOCAB, tokenizer)
         for name, part in {
@@ -307,12 +299,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "kills": lambda: kills(at, at / "small.jsonl", tokenizer, given.kills),
             "start": lambda: [*start(at, given.tokens, tokenizer), *reading(at)],
         }.items():
-            if given.only in ("", name):
+            if given.only in (None, name):
                 found = part()
                 rows += found
                 print(measure.markdown(found, {"measured": "measured", "value": "value", "unit": "unit"}), flush=True)
     if given.write:
-        measure.write("data", rows)
+        measure.keep("data", rows, "measured")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def main() -> None:
                       "matmul_ms": round(1e3 * report.prediction.matmul_s, 3), "sent_bytes": report.sent_bytes,
                       "published_ms": published_ms})  # fmt: skip
     if options.write:
-        measure.write("decoding", found)
+        measure.keep("decoding", found, "model", "target", "cache")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Memory and time of mixtures whose tokens travel: compiled, as `plan` estimates them, and how they grow with the axis.
 
-    python -m benchmarks.expert_buffers            compiles each layout that is not in the results
-    python -m benchmarks.expert_buffers show       prints the table
+    python -m benchmarks.expert_buffers         # compiles each layout that is not in the results
+    python -m benchmarks.expert_buffers show    # the table, with the estimates of today
 
 Each device has two rows of 4,096 tokens, whatever the number of devices. Nothing runs: programs are compiled for
 hardware that need not be here.
 """
 
 import datetime
-import json
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import measure
@@ -78,29 +77,29 @@ def estimated(name: str, over: int, remat: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def kept() -> list[dict[str, Any]]:
-    """The rows of the results, each with what is estimated now."""
-    path = measure.RESULTS / f"{RESULTS}.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    return [row | estimated(row["target"], row["expert"], row["remat"]) for row in rows]
-
-
 def show(rows: list[dict[str, Any]]) -> None:
-    """Prints what was compiled beside the estimates."""
+    """Prints what was compiled beside what is estimated now."""
     print("| target | expert | remat | memory, GB | state | estimated | sent, GB | estimated | s a step | estimated |")
     print("|" + 10 * "---|")
+    names = ("target", "expert", "remat", "compiled_gb", "state_gb", "estimated_gb", "compiled_sent_gb",
+             "estimated_sent_gb", "compiled_s", "estimated_s")  # fmt: skip
     for row in rows:
-        names = ("target", "expert", "remat", "compiled_gb", "state_gb", "estimated_gb", "compiled_sent_gb",
-                 "estimated_sent_gb", "compiled_s", "estimated_s")  # fmt: skip
+        row = row | estimated(row["target"], row["expert"], row["remat"])
         print("| " + " | ".join(str(row[name]) for name in names) + " |")
 
 
-if __name__ == "__main__":
-    rows = kept()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = measure.flags(__doc__, writes=False)
+    parser.add_argument("what", nargs="?", choices=("make", "show"), default="make")
+    what = parser.parse_args(arguments).what
+    rows = measure.kept(RESULTS)
     known = [(row["target"], row["expert"], row["remat"]) for row in rows]
-    for one in LAYOUTS if sys.argv[1:] != ["show"] else ():
+    for one in LAYOUTS if what == "make" else ():
         if one not in known:
             rows.append(compiled(*one) | estimated(*one))
             measure.write(RESULTS, rows)
-    measure.write(RESULTS, rows)
     show(rows)
+
+
+if __name__ == "__main__":
+    main()

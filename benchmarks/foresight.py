@@ -4,7 +4,7 @@
     python -m benchmarks.foresight eight_bits [--rows 2] [--write]    # as plan estimates them; these rows compiled too
     python -m benchmarks.foresight priced --rows 49 50    # as plan estimates them, without a compiler
     python -m benchmarks.foresight refitted [--write]
-    python -m benchmarks.foresight order [--rows 13] [--write]    # likewise
+    python -m benchmarks.foresight order [--rows 13] [--write]    # other pairs: as they are kept
     python -m benchmarks.foresight bytes [--write]
     python -m benchmarks.foresight compilation [--write]
     python -m benchmarks.foresight fits [--rows 0] [--write]
@@ -308,7 +308,9 @@ def main() -> None:
     else:
         rows = times(arguments.rows)
         print("\n\n".join(tables(rows)))
-    if arguments.write:
+    if arguments.write and arguments.what == "fits":
+        measure.keep("foresight_fits", rows, "row")
+    elif arguments.write:
         measure.write(f"foresight_{arguments.what}", rows)
 
 

@@ -40,6 +40,15 @@ MIXTURE = {
     "experts.count": 8, "experts.per_token": 2, "compute_dtype": "float32",
 }  # fmt: skip
 MODELS = {"gpt2": GPT2, "mixture": MIXTURE}
+MIXTRAL = {  # the mixture, in transformers' words
+    field: MIXTURE[key]
+    for field, key in {
+        "num_hidden_layers": "layers", "hidden_size": "embed", "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads", "intermediate_size": "mlp", "vocab_size": "vocab",
+        "num_local_experts": "experts.count", "num_experts_per_tok": "experts.per_token",
+        "max_position_embeddings": "context",
+    }.items()
+}  # fmt: skip
 
 
 class Times(NamedTuple):
@@ -80,14 +89,7 @@ def theirs(name: str, prompts: np.ndarray, new: int) -> Run:
     if name == "gpt2":
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=GPT2["vocab"])).eval()
     else:
-        sizes = {
-            "num_hidden_layers": "layers", "hidden_size": "embed", "num_attention_heads": "heads",
-            "num_key_value_heads": "kv_heads", "intermediate_size": "mlp", "vocab_size": "vocab",
-            "num_local_experts": "experts", "num_experts_per_tok": "experts.per_token",
-            "max_position_embeddings": "context",
-        }  # fmt: skip
-        settings = {field: MIXTURE[key] for field, key in sizes.items()}
-        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings)).eval()
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL)).eval()
     model.generation_config.eos_token_id = None
     ids = torch.from_numpy(prompts)
     ticks: list[float] = []
@@ -155,7 +157,7 @@ def main() -> None:
                 print(row, flush=True)
                 rows.append(row)
     if options.write:
-        measure.write("generation", rows)
+        measure.keep("generation", rows, "model", "side", "batch")
 
 
 if __name__ == "__main__":

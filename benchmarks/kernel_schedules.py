@@ -1,4 +1,4 @@
-"""Cycles of splash attention's compiled schedules: `Chip.splash` of gspmd_lm/hardware/chips.py, anew.
+"""Cycles of splash attention's compiled schedules: `splash` of gspmd_lm/hardware/chips/*.yaml, anew.
 
     python -m benchmarks.kernel_schedules v6e v5p
 

@@ -141,13 +141,13 @@ def program_size(text: str) -> tuple[int, int]:
     return len(lines) - first, sum(" = " in line for line in lines[first:])
 
 
-def taken(command: Sequence[str], **environment: str) -> tuple[float, float, float]:
+def taken(command: Sequence[str]) -> tuple[float, float, float]:
     """CPU seconds of a command, its own and the system's for it, and its peak memory in GB. It must succeed."""
     code = "import resource, subprocess, sys; print(subprocess.run(sys.argv[1:], stdout=sys.stderr, check=True) and '')"
     code += "; used = resource.getrusage(resource.RUSAGE_CHILDREN)"
     code += "; print(used.ru_utime, used.ru_stime, used.ru_maxrss)"
     process = [sys.executable, "-c", code, *command]
-    done = subprocess.run(process, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    done = subprocess.run(process, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr[-4000:]}")
     user_s, system_s, peak_kib = done.stdout.split()
@@ -163,6 +163,23 @@ def markdown(rows: list[dict[str, Any]], columns: Mapping[str, str]) -> str:
 def read(name: str) -> list[dict[str, Any]]:
     """The rows of results/<name>.json."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def kept(name: str) -> list[dict[str, Any]]:
+    """The rows of results/<name>.json, or none where nothing was kept yet."""
+    return read(name) if (RESULTS / f"{name}.json").exists() else []
+
+
+def keep(name: str, rows: Sequence[dict[str, Any]], *keys: str) -> None:
+    """Writes `rows` to results/<name>.json, in place of those with the same values of `keys`. The others stay.
+
+    Each row has the date on which it was measured.
+    """
+    path = RESULTS / f"{name}.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"date": "", "rows": []}
+    dated = [{"date": before["date"]} | row for row in before["rows"]]
+    dated += [{"date": datetime.date.today().isoformat()} | row for row in rows]
+    write(name, list({tuple(row[key] for key in keys): row for row in dated}.values()))
 
 
 def write(name: str, rows: list[dict[str, Any]]) -> None:

@@ -21,7 +21,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -326,13 +325,6 @@ def _kernels() -> int:
     return int(not all(row["right"] for row in found))
 
 
-def _is_other(found: list[dict[str, Any]]) -> Callable[[dict[str, Any]], bool]:
-    """Whether a row is of another program or device than all of `found`."""
-    keys = ("device", "case", "rows", "remat")
-    taken = {tuple(row[key] for key in keys) for row in found}
-    return lambda row: tuple(row[key] for key in keys) not in taken
-
-
 def main() -> None:
     parser = measure.flags(__doc__)
     parser.add_argument("--cases", nargs="*", choices=tuple(CASES), default=tuple(CASES))
@@ -356,7 +348,7 @@ def main() -> None:
             found.append(json.loads(answer.splitlines()[-1]))
             print({key: value for key, value in found[-1].items() if key != "matmuls"}, flush=True)
             if arguments.write:
-                measure.write("on_device", [*filter(_is_other(found), measure.read("on_device")), *found])
+                measure.keep("on_device", found, "device", "case", "rows", "remat")
     print(found[0]["device"])
     print(measure.markdown(found, COLUMNS))
 

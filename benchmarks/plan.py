@@ -344,6 +344,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15, help="of a plan")
     parser.add_argument("--compile", action="store_true", help="compile the best of the estimated layouts, too")
     arguments = parser.parse_args()
+    if arguments.what in ("rank", "regret", "shipped") and not arguments.case:
+        parser.error(f"{arguments.what} needs a case: {', '.join(CASES)}")
     measure.simulate(1)
     if arguments.what == "pricing":
         row = pricing()

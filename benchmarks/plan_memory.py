@@ -8,7 +8,6 @@ products of 8 bits, stages. results/plan_memory.json keeps what the compilers sa
 seconds of CPU to compile for GPUs, and two minutes for TPUs. Nothing runs on an accelerator.
 """
 
-import argparse
 import collections
 import datetime
 from typing import Any, NamedTuple
@@ -124,13 +123,13 @@ def show() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__, writes=False)
     parser.add_argument("what", nargs="?", choices=("make", "show"), default="make")
     parser.add_argument("--targets", nargs="*", default=TARGETS)
     parser.add_argument("--kinds", nargs="*", default=[*KINDS], choices=[*KINDS])
     parser.add_argument("--again", action="store_true", help="also what is kept")
     options = parser.parse_args()
-    kept = measure.read("plan_memory") if (measure.RESULTS / "plan_memory.json").exists() else []
+    kept = measure.kept("plan_memory")
     for target in options.targets if options.what == "make" else ():
         for kind in options.kinds:
             others = [row for row in kept if (row["target"], row["kind"]) != (target, kind)]

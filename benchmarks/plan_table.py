@@ -10,7 +10,6 @@ something may be compiled now. So the command goes on where it was stopped: with
 two nights. A pair of which no layout fits is a file without rules. benchmarks/planned.md is the page of all of them.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -132,7 +131,7 @@ def page() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__, writes=False)
     parser.add_argument("what", nargs="?", choices=("make", "show"), default="make")
     parser.add_argument("--minutes", type=float, default=4, help="for each pair; 0 estimates alone")
     parser.add_argument("--hours", type=float, default=1e9, help="after which no other pair begins")

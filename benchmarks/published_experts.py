@@ -8,7 +8,6 @@ or, where the row was not compiled, of its estimate. Nothing is fitted, and with
 """
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -111,7 +110,14 @@ def copied_s(row: step_times.Row) -> tuple[float, float]:
     return as_is, longer
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = measure.flags(__doc__, writes=False)
+    parser.add_argument("--compiled", action="store_true")
+    compiled = parser.parse_args().compiled
     print(measure.markdown(rows(), COLUMNS))
-    if "--compiled" in sys.argv:
+    if compiled:
         print("row 51: {:.3f} s, and {:.3f} s with more copies to the host".format(*copied_s(step_times.rows()[51])))
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ from gspmd_lm.plan.space import Space, describe
 
 def kept(name: str) -> list[dict[str, Any]]:
     """The rows of a file in results/ that may not be there yet."""
-    rows = measure.read(name) if (measure.RESULTS / f"{name}.json").exists() else []
+    rows = measure.kept(name)
     for row in rows:  # layouts name no kernel since 2026-11-24; those from before name what is the default now
         row.get("rules", {}).pop("attention", None)
     return rows

@@ -1,9 +1,9 @@
 """CPU-seconds of one start, to the end of its first step: of the whole process, and of each of its parts.
 
-    python benchmarks/start_parts.py whole|parts FILE.json --config=... --workdir=...
+    python -m benchmarks.start_parts whole|parts FILE.json --config=... --workdir=...
 
-It runs main.py's command line in the checkout that is the working directory, whichever that is. For the parts, nothing
-is done beside something else: a process cannot tell for which of the two the compiler's threads took their time.
+For the parts, nothing is done beside something else: a process cannot tell for which of the two the compiler's threads
+took their time.
 """
 
 import json
@@ -18,7 +18,7 @@ WALL = "wall time"
 
 # part -> the functions in which the process spends it
 PARTS = {
-    "arrays and rules checked": ["gspmd_lm.train.state:checked", "gspmd_lm.train.state:arrays_and_warnings"],
+    "arrays and rules checked": ["gspmd_lm.train.state:arrays_and_warnings"],
     "train step lowered": ["gspmd_lm.train.step:Step.lower_train", "gspmd_lm.train.step:Step.trace_train"],
     "initial state lowered": ["gspmd_lm.train.step:Step.lower_init"],
     "compiled": ["gspmd_lm.runtime.compiler:compile"],  # whatever was lowered last
@@ -46,7 +46,6 @@ class Inline:
 
 def main() -> None:
     kind, path, sys.argv[1:] = sys.argv[1], sys.argv[2], sys.argv[3:]
-    sys.path[0] = os.getcwd()
     seconds: dict[str, float] = {}
     lowered, inside = "", False
 
@@ -86,12 +85,11 @@ def main() -> None:
         for part, functions in PARTS.items():
             for function in functions:
                 module, _, name = function.partition(":")
-                owner: Any = sys.modules.get(module)
+                owner: Any = sys.modules[module]
                 *owners, name = name.split(".")
                 for each in owners:
                     owner = getattr(owner, each)
-                if hasattr(owner, name):  # another commit may not have it
-                    setattr(owner, name, timed(part, getattr(owner, name)))
+                setattr(owner, name, timed(part, getattr(owner, name)))
     read = progress.Meter.read
 
     def first_step(meter: progress.Meter, step: int, values: Any) -> dict[str, float]:

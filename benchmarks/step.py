@@ -117,7 +117,7 @@ def main() -> None:
     print(f"{args.config}, 8 simulated devices, per device and step")
     print(measure.markdown(rows, COLUMNS))
     if args.write:
-        measure.write(f"step_{args.config}_{args.remat}", rows)
+        measure.keep(f"step_{args.config}_{args.remat}", rows, "layout")
 
 
 if __name__ == "__main__":

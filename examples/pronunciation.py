@@ -49,4 +49,7 @@ def score(file: str) -> None:
 
 
 if __name__ == "__main__":
-    {"pairs": pairs, "score": score}[sys.argv[1]](sys.argv[2])
+    commands = {"pairs": pairs, "score": score}
+    if len(sys.argv) != 3 or sys.argv[1] not in commands:
+        raise SystemExit(__doc__)
+    commands[sys.argv[1]](sys.argv[2])

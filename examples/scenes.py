@@ -49,4 +49,6 @@ def scene(digits: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    main(sys.argv[1])

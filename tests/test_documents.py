@@ -45,6 +45,24 @@ def test_compiler_options():
     assert [(platform, name, yaml.safe_load(value)) for platform, name, value in listed] == wanted
 
 
+def test_keys_that_documents_name():
+    """Those of a config, in full, or without `model.` where its section is named. What commands set is run."""
+    keys = {*re.findall(r"^  ([a-z][\w.]*): ", config_keys.text(), re.M)}
+    keys |= {key.rpartition(".")[0] for key in keys}
+    sections = {key.split(".")[1] for key in keys if key.startswith("model.") and key.count(".") > 1}
+    files = r"(?:bin|html|jsonl?|md|py|safetensors|svg|tsv|yaml)\b"  # such as `model.safetensors`
+    for page in PAGES:
+        for name in re.findall(rf"`(?!\S+\.{files})(\w+(?:\.\w+)+)(?=[`=:])", page.read_text()):
+            first = name.partition(".")[0]
+            if first in ("model", "data", "train"):
+                assert name in keys, (page.name, name)
+            elif first in sections - {"residual", "logits"}:  # which are names of arrays, too
+                assert f"model.{name}" in keys or f"data.{name}" in keys, (page.name, name)
+    table = (ROOT / "docs/experts.md").read_text().partition("## What is computed")[2].partition("**No token")[0]
+    named = re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+    assert len(named) > 10 and {f"model.{name}" for name in named} <= keys
+
+
 def test_shipped_rules():
     listed = dict(re.findall(r"^\| `(\w+)` \| (.+\.) \|$", RULES, re.M))
     shipped = {

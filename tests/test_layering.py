@@ -412,9 +412,10 @@ print(json.dumps([xla_bridge.backends_are_initialized(), changed, settings, left
     assert json.loads(done.stdout.splitlines()[-1]) == [False, [], [], 0]
 
 
-def test_programs_that_only_a_person_starts_can_be_imported():
-    for path in sorted((PACKAGE.parent / "tests/attacks").glob("*.py")):
-        importlib.import_module(f"tests.attacks.{path.stem}")
+@pytest.mark.parametrize("folder", ["tests/attacks", "benchmarks"])
+def test_programs_that_only_a_person_starts_can_be_imported(folder):
+    for path in sorted((PACKAGE.parent / folder).glob("*.py")):
+        importlib.import_module(f"{folder.replace('/', '.')}.{path.stem}")
 
 
 def test_the_key_of_compiled_programs_covers_the_code_that_decides_them():

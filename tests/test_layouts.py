@@ -89,6 +89,12 @@ def test_a_rules_file_begins_with_its_idea(layout):
     assert second.startswith("mesh: {")
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_begins_with_a_command(name):
+    first = (ROOT / f"configs/{name}.yaml").read_text().partition("\n")[0]
+    assert first.startswith("# python main.py ") and (f"--config={name} " in f"{first} " or name == "tiny")
+
+
 def leaves(arrays):
     """Path, logical axes, shape and bytes of an element, for each weight and for each array of the optimizer."""
     for part, named, abstract in (

@@ -37,7 +37,7 @@ BEYOND_ONE_STREAM: Asked = {
     "residual.streams": lambda model: model.residual.streams > 1,
     "residual.layer_embed": lambda model: model.residual.layer_embed > 0,
     "attention.shared_kv_layers": lambda model: model.attention.shared_kv_layers > 0,
-    "reads": lambda model: model.reads > 0,
+    "encoder": lambda model: bool(model.encoder),
     "attention.relative_positions": lambda model: bool(
         model.attention.relative_positions and model.attention.relative_positions.shared
     ),

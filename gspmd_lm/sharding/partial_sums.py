@@ -31,8 +31,7 @@ from gspmd_lm.sharding.op_names import scope
 # The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that is not yet
 # made is an array of partial sums. JAX's explicit axes, whose types know unreduced sums, would take less code. But with
 # them jax 0.10.2 and 0.12.0 refuse 8 of 22 placements of a decoder's parts that a rules file may ask for, such as any
-# split of the token table, unless the model says at the operation where its result lives. The 22 are those of
-# benchmarks/explicit_axes.py.
+# split of the token table, unless the model says at the operation where its result lives (benchmarks/README.md).
 
 TOKENS = "block_input"  # its rows of the rules file say how tokens are split, along batch and seq
 

@@ -9,7 +9,6 @@ an object's generation: tensorstore reads that header, and "make this object onl
 
 import logging
 import sys
-import time
 from http import HTTPStatus
 
 HERE = "127.0.0.1"
@@ -25,8 +24,8 @@ def environment(port, host=HERE):
     }  # fmt: skip
 
 
-def serve(port, host=HERE, delay_s=0.0):
-    """Serves the bucket `bucket` from memory, each request after `delay_s`, until the process is ended."""
+def serve(port, host=HERE):
+    """Serves the bucket `bucket` from memory until the process is ended."""
     from gcp_storage_emulator import server
     from gcp_storage_emulator.exceptions import NotFound
     from gcp_storage_emulator.storage import Storage
@@ -51,7 +50,6 @@ def serve(port, host=HERE, delay_s=0.0):
 
     def conditional(handler):
         def handle(request, response, storage):
-            time.sleep(delay_s)
             place = named(request)
             now = generation(storage, place) if place else "0"
             wanted, unwanted = ((request.query.get(f"ifGeneration{word}Match") or [None])[0] for word in ("", "Not"))

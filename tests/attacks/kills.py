@@ -16,6 +16,7 @@ hour of kills may be done in pieces.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import random
@@ -28,7 +29,7 @@ from pathlib import Path
 
 from gspmd_lm.errors import STOPPED
 from gspmd_lm.launch.local import free_port
-from tests.attacks.runs import ENDS_S, PATIENCE_S, RANDOM, SMALL, arrays, checkpoints, finished, start
+from tests.attacks.runs import ENDS_S, PATIENCE_S, RANDOM, SMALL, arrays, checkpoints, finished, losses, start
 from tests.attacks.slowed import slowed
 
 
@@ -75,11 +76,10 @@ class Train(Kind):
                 "--set=train.checkpoint_every=2", "--set=train.steps=600"]  # fmt: skip
 
     def left(self, trial):
-        rows = [json.loads(line) for line in (trial / "run/metrics.jsonl").read_text().splitlines()]
-        losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
         # What a kill after the last save left to be deleted stays there: a run with nothing to do changes nothing.
         steps = sorted(path.name for path in (trial / "run/checkpoints").iterdir() if path.name != "deleted")
-        return {"losses": losses, "steps": steps, "state": arrays(trial / "run/checkpoints/600/state")}
+        logged = losses((trial / "run/metrics.jsonl").read_text())
+        return {"losses": logged, "steps": steps, "state": arrays(trial / "run/checkpoints/600/state")}
 
     def at(self, trial):
         folder = trial / "run/checkpoints"
@@ -143,8 +143,7 @@ class Compile(Kind):
                 "--steps=4"]  # fmt: skip
 
     def left(self, trial):
-        rows = [json.loads(line) for line in (trial / "run/metrics.jsonl").read_text().splitlines()]
-        return {"losses": [row["loss"] for row in rows if "loss" in row]}
+        return {"losses": losses((trial / "run/metrics.jsonl").read_text())}
 
     def at(self, trial):
         entries = list((trial / "cache/compile").glob("*-cache")) if (trial / "cache/compile").is_dir() else []
@@ -213,24 +212,21 @@ def chain(kind, name, folder, record, draw, wanted):
     for stage, seconds in enumerate(known["seconds"]):
         while True:
             process = start(kind.command(trial), trial, log)
-            delay = draw.uniform(0.05, kind.latest) * seconds if len(kills) < wanted else PATIENCE_S
+            last = len(kills) >= wanted
             try:
-                code = process.wait(delay)
+                code = process.wait(PATIENCE_S if last else draw.uniform(0.05, kind.latest) * seconds)
             except subprocess.TimeoutExpired:
                 at = kind.at(trial) or ("import", "export")[stage]
                 process.kill()
                 process.wait()
-                kills.append({"after_s": round(delay, 2), "at": at})
+                if last:
+                    record({"kind": name, "kills": kills, "survived": False, "why": f"hangs ({at}), see {trial}"})
+                    return len(kills)
+                kills.append({"at": at})
                 continue
             if code and not (kills and log.read_text().rstrip().splitlines()[-2].endswith(kind.done_before)):
-                record(
-                    {
-                        "kind": name,
-                        "kills": kills,
-                        "survived": False,
-                        "why": f"exit code {code}: {log.read_text()[-3000:]}",
-                    }
-                )
+                why = f"exit code {code}: {log.read_text()[-3000:]}"
+                record({"kind": name, "kills": kills, "survived": False, "why": why})
                 return len(kills)
             break
         if name == "convert" and not stage:
@@ -243,26 +239,49 @@ def chain(kind, name, folder, record, draw, wanted):
     return len(kills)
 
 
+@contextlib.contextmanager
 def together(count, folder, log, workdir, *more):
-    """`count` processes of one run, each with its own log."""
+    """A context with `count` processes of one run, each with its own log. None of them outlives it."""
     port = free_port()
     run = [*SMALL, *RANDOM, "--rules=dp8", f"--workdir={workdir}", "--set=train.checkpoint_every=20",
            "--set=train.steps=100000", *more]  # fmt: skip
-    return [
+    processes = [
         start([*run, f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={index}"], folder,
               log.with_name(f"{log.stem}-{index}.txt"))
         for index in range(count)
     ]  # fmt: skip
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-def reached(workdir, step, processes):
-    """Waits until the run has logged `step`. Raises RuntimeError where a process ends before."""
-    began = time.monotonic()
+def wait_for(processes, limit_s):
+    """The exit codes of processes; None for one that does not end in time."""
+    began, codes = time.monotonic(), []
+    for process in processes:
+        try:
+            codes.append(process.wait(max(0.1, limit_s - (time.monotonic() - began))))
+        except subprocess.TimeoutExpired:
+            codes.append(None)
+    return codes
+
+
+def rows_of(workdir):
+    """How many rows the log of a run has."""
     path = workdir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def reached(workdir, rows, processes):
+    """Waits until the log of a run has some rows. Raises RuntimeError where a process ends before."""
+    began = time.monotonic()
     while time.monotonic() - began < PATIENCE_S:
         if any(process.poll() is not None for process in processes):
             raise RuntimeError("a process ended before it was killed")
-        if path.exists() and path.read_bytes().count(b"\n") >= step:
+        if rows_of(workdir) >= rows:
             return time.monotonic() - began
         time.sleep(0.1)
     raise RuntimeError("the run does not come forward")
@@ -272,46 +291,32 @@ def lose_one(folder, record, draw, count, victim, how):
     """One of `count` processes is killed, or only stopped; then all are started again."""
     base = folder / "processes" / f"trial{int(time.time() * 1000)}"
     base.mkdir(parents=True)
-    log, workdir = base / "log.txt", base / "run"
-    processes = together(count, folder, log, workdir)
-    reached(workdir, 30, processes)
-    time.sleep(draw.uniform(0, 2))
+    workdir = base / "run"
     facts = {"kind": "processes", "kills": [{"at": f"{how} of process {victim} of {count}"}]}
-    processes[victim].send_signal(signal.SIGKILL if how == "SIGKILL" else signal.SIGSTOP)
-    began = time.monotonic()
-    if how == "SIGSTOP":
-        time.sleep(100)
-        alive = all(process.poll() is None for process in processes)
-        processes[victim].send_signal(signal.SIGCONT)
-        rows = (workdir / "metrics.jsonl").read_bytes().count(b"\n")
-        try:
-            reached(workdir, rows + 20, processes)
-            went_on = True
-        except RuntimeError:
-            went_on = False
-        record(
-            facts | {"survived": alive and went_on, "why": "" if alive and went_on else f"alive {alive}, see {base}"}
-        )
-    else:
-        codes = []
-        for process in processes:
+    with together(count, folder, base / "log.txt", workdir) as processes:
+        reached(workdir, 30, processes)
+        time.sleep(draw.uniform(0, 2))
+        processes[victim].send_signal(signal.Signals[how])
+        if how == "SIGSTOP":
+            time.sleep(100)
+            alive = all(process.poll() is None for process in processes)
+            processes[victim].send_signal(signal.SIGCONT)
             try:
-                codes.append(process.wait(max(0.1, ENDS_S - (time.monotonic() - began))))
-            except subprocess.TimeoutExpired:
-                codes.append(None)
-        took_s = time.monotonic() - began
-        rows = (workdir / "metrics.jsonl").read_bytes().count(b"\n")
-        saved = checkpoints(workdir)
-        again = together(count, folder, base / "again.txt", workdir)
-        restart_s = reached(workdir, rows + 5, again)
-        restored = not saved or f"restored step {saved[-1]} of" in (base / "again-0.txt").read_text()
-        good = None not in codes and all(codes) and restored
-        facts |= {"others_ended_after_s": round(took_s, 1), "codes": codes, "back_after_s": round(restart_s, 1)}
-        record(facts | {"survived": good, "why": "" if good else f"restored {restored}, see {base}"})
-        processes += again
-    for process in processes:
-        process.kill()
-        process.wait()
+                reached(workdir, rows_of(workdir) + 20, processes)
+                went_on = True
+            except RuntimeError:
+                went_on = False
+            good, why = alive and went_on, f"alive {alive}"
+        else:
+            began = time.monotonic()
+            codes = wait_for(processes, ENDS_S)
+            took_s, rows, saved = time.monotonic() - began, rows_of(workdir), checkpoints(workdir)
+            with together(count, folder, base / "again.txt", workdir) as again:
+                restart_s = reached(workdir, rows + 5, again)
+            restored = not saved or f"restored step {saved[-1]} of" in (base / "again-0.txt").read_text()
+            good, why = None not in codes and all(codes) and restored, f"restored {restored}"
+            facts |= {"others_ended_after_s": round(took_s, 1), "codes": codes, "back_after_s": round(restart_s, 1)}
+    record(facts | {"survived": good, "why": "" if good else f"{why}, see {base}"})
     shutil.rmtree(workdir)
 
 
@@ -319,28 +324,24 @@ def signals(folder, record, count, victim, sent):
     """Signals to one process of a run: all must end, after one with a checkpoint of the step they stopped at."""
     base = folder / "signals" / f"trial{int(time.time() * 1000)}"
     base.mkdir(parents=True)
-    log, workdir = base / "log.txt", base / "run"
-    processes = together(count, folder, log, workdir)
-    reached(workdir, 30, processes)
-    for number in sent:
-        processes[victim].send_signal(number)
-        time.sleep(0.1)
-    began, codes = time.monotonic(), []
-    for process in processes:
-        try:
-            codes.append(process.wait(max(0.1, 60 - (time.monotonic() - began))))
-        except subprocess.TimeoutExpired:
-            codes.append(None)
-            process.kill()
+    workdir = base / "run"
+    with together(count, folder, base / "log.txt", workdir) as processes:
+        reached(workdir, 30, processes)
+        for number in sent:
+            processes[victim].send_signal(number)
+            time.sleep(0.1)
+        began = time.monotonic()
+        codes = wait_for(processes, 60)
+        took_s = time.monotonic() - began
     names = "+".join(signal.Signals(number).name for number in sent)
     saved = checkpoints(workdir)
     if len(sent) == 1:
-        said = log.with_name(f"{log.stem}-0.txt").read_text()
+        said = (base / "log-0.txt").read_text()
         good = all(code == STOPPED for code in codes) and f"stopped at step {saved[-1]} on request" in said
     else:  # the second one ends the run at once, so that what was saved last stays the newest
         good = None not in codes and bool(saved)
     record({"kind": "signals", "kills": [{"at": f"{names} to process {victim} of {count}"}], "codes": codes,
-            "took_s": round(time.monotonic() - began, 1), "saved": saved[-1:], "survived": good,
+            "took_s": round(took_s, 1), "saved": saved[-1:], "survived": good,
             "why": "" if good else f"see {base}"})  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Processes of the command line that attacks start, and what they leave."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -42,6 +43,11 @@ def finished(arguments, folder, log):
 def checkpoints(workdir):
     """The numbers of the checkpoints, the newest last."""
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def losses(metrics):
+    """The steps of the text of a metrics.jsonl, each with its loss."""
+    return [(row["step"], row["loss"]) for row in map(json.loads, metrics.splitlines()) if "loss" in row]
 
 
 def arrays(folder):

@@ -12,7 +12,7 @@ import time
 
 from gspmd_lm.errors import STOPPED
 from gspmd_lm.launch.local import free_port
-from tests.attacks.runs import PATIENCE_S, RANDOM, SMALL, arrays, checkpoints
+from tests.attacks.runs import PATIENCE_S, RANDOM, SMALL, arrays, checkpoints, losses
 from tests.launched import ROOT
 
 
@@ -78,9 +78,8 @@ def left_of_pair(workdir):
     """The losses of all steps and a hash of the last state, read in another process: jax must not start in this one."""
 
     def read(path):
-        rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-        losses = [[row["step"], row["loss"]] for row in rows if "loss" in row]
-        path.write_text(json.dumps({"losses": losses, "state": arrays(workdir / "checkpoints/40/state")}))
+        steps = losses((workdir / "metrics.jsonl").read_text())
+        path.write_text(json.dumps({"losses": steps, "state": arrays(workdir / "checkpoints/40/state")}))
         os._exit(0)
 
     path = workdir / "left.json"

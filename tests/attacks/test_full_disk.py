@@ -1,6 +1,5 @@
 """A disk that fills up while a run trains on it: pytest -n 0 -m slow tests/attacks/test_full_disk.py"""
 
-import json
 import shlex
 import shutil
 import subprocess
@@ -8,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.attacks.runs import RANDOM, SMALL
+from tests.attacks.runs import RANDOM, SMALL, losses
 from tests.launched import ROOT
 
 OWN_MOUNTS = ["unshare", "--user", "--map-root-user", "--mount", "--propagation=private"]
@@ -42,8 +41,5 @@ def test_a_full_disk_leaves_the_last_save_intact(tmp_path):
     assert "was not written to" in place and fix.startswith("  fix   check the folder (free space"), said
     assert f'File "{ROOT}' not in said, said
     assert "restored step" in (tmp_path / "second").read_text()
-    assert losses(tmp_path / "metrics.jsonl") == losses(tmp_path / "straight/metrics.jsonl")
-
-
-def losses(path):
-    return [(row["step"], row["loss"]) for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
+    resumed, straight = ((tmp_path / name).read_text() for name in ("metrics.jsonl", "straight/metrics.jsonl"))
+    assert losses(resumed) == losses(straight)

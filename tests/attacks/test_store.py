@@ -20,7 +20,7 @@ from gspmd_lm.data.tokenize import tokenize
 from gspmd_lm.errors import FAILED, STOPPED, WRONG_INPUT
 from gspmd_lm.launch.local import free_port
 from tests.attacks import bucket
-from tests.attacks.runs import RANDOM, SMALL
+from tests.attacks.runs import RANDOM, SMALL, losses
 from tests.launched import ROOT
 
 MISSING = [name for name in ("gcsfs", "gcp_storage_emulator") if importlib.util.find_spec(name) is None]
@@ -103,10 +103,6 @@ def objects(store, monkeypatch):
     # gcsfs.GCSFileSystem asks by gRPC of which kind a bucket is. The emulator has no gRPC, and each try takes a minute.
     where = {"endpoint_url": store["STORAGE_EMULATOR_HOST"]}
     return gcsfs.core.GCSFileSystem(token="anon", use_listings_cache=False, **where)
-
-
-def losses(text):
-    return [(row["step"], row["loss"]) for row in map(json.loads, text.splitlines()) if "loss" in row]
 
 
 def newest(store, run):

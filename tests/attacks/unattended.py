@@ -33,7 +33,7 @@ from gspmd_lm.launch.job import Job
 from gspmd_lm.launch.local import Local, free_port
 from gspmd_lm.launch.loop import Launch, Waits
 from tests.attacks import bucket
-from tests.attacks.runs import PATIENCE_S, RANDOM, SMALL
+from tests.attacks.runs import PATIENCE_S, RANDOM, SMALL, losses
 from tests.launched import FROM_OUTSIDE, ROOT
 from tests.quick import QUICK_FLAGS
 
@@ -205,11 +205,6 @@ def launch(place, tell):
     return Launch(place, 0, tell, Waits(poll=0.5, retry=1, longest=20, stop=120)).run()
 
 
-def losses(store, name):
-    rows = map(json.loads, store.cat_file(f"bucket/{name}/metrics.jsonl").decode().splitlines())
-    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
-
-
 def report(rows):
     """A table of the attacks."""
     print("| attack | how often | the run was started again | seconds to the next step: median, most |")
@@ -252,7 +247,7 @@ def attack(options, store):
     steps = attacker.farthest + 20
     ends = {"attacked": [], "undisturbed": ["--set=train.checkpoint_every=0"]}  # saves change no loss, but take long
     codes = [launch(Hosts(job(options, name, f"--steps={steps}", *more)), tell) for name, more in ends.items()]
-    attacked, undisturbed = losses(store, "attacked"), losses(store, "undisturbed")
+    attacked, undisturbed = (losses(store.cat_file(f"bucket/{name}/metrics.jsonl").decode()) for name in ends)
     same = attacked == undisturbed and [step for step, _ in attacked] == list(range(1, len(attacked) + 1))
     print(f"{attacker.done} attacks on {options.processes} processes, {len(attacked)} steps, exit codes {codes}: the "
           f"losses are {'bitwise those' if same else 'NOT those'} of an undisturbed run")  # fmt: skip
