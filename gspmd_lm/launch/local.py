@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gspmd_lm import versions
+from gspmd_lm.launch import logs as log_files
 from gspmd_lm.launch import place
 from gspmd_lm.launch.job import Job
 from gspmd_lm.launch.place import Place
@@ -41,8 +42,7 @@ class Local(Place):
         return self._running
 
     def exit_code(self, followers: Sequence[subprocess.Popen[bytes]], logs: Path) -> int | None:
-        codes = [process.returncode for process in followers]
-        return place.combine(128 - code if code < 0 else code for code in codes)
+        return place.combine(log_files.read_code(process.returncode) for process in followers)
 
     def stop(self, attempt: str) -> None:
         for process in self._running:

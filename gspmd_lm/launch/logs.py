@@ -1,12 +1,15 @@
 """The logs of a run's processes, a file each: their new lines, their last lines, and what they tell of the run."""
 
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from etils import epath
 from etils.epath import PathLike
+
+from gspmd_lm.errors import STOPPED
 
 OF_LAUNCH = "launch.txt"  # in the folder of the logs: all that launch has said
 ENDED = "gspmd_lm launch: ended with"  # and the exit code: the last line of a process on another host
@@ -112,7 +115,16 @@ def step(folder: Path) -> int:
 def exit_code(path: PathLike) -> int | None:
     """The exit code in the last line of a log; None if it is not there."""
     last = re.search(rb"%s (\d+)\s*\Z" % ENDED.encode(), end(path))
-    return int(last[1]) if last else None
+    return read_code(int(last[1])) if last else None
+
+
+def read_code(code: int) -> int:
+    """The exit code of a process; 128 + N where signal N has ended it, as in a shell, but STOPPED for SIGTERM.
+
+    SIGTERM itself ends only a process that has nothing to save yet: see `StopSignal`.
+    """
+    code = 128 - code if code < 0 else code
+    return STOPPED if code == 128 + signal.SIGTERM else code
 
 
 def last_lines(folder: Path, count: int = 5) -> list[str]:

@@ -226,7 +226,10 @@ class Launch:
             codes = self._codes(followers, folder)
             ended = ended or (now if codes else None)
             is_left = ended is not None and now - ended > self.waits.others
-            why = self.budget.over or "asked to stop" * self._stop_asked or "a process was stopped" * is_left
+            starts = codes == {STOPPED} and logs.step(folder) < 0  # the others have nothing to save, and wait for it
+            why = (
+                self.budget.over or "asked to stop" * self._stop_asked or "a process was stopped" * (is_left or starts)
+            )
             if why and stopped is None and codes <= {STOPPED}:
                 stopped = now
                 self._say(f"{why}: the processes save and end")
@@ -238,7 +241,7 @@ class Launch:
 
     def _codes(self, followers: Sequence[subprocess.Popen[bytes]], folder: Path) -> set[int]:
         """The exit codes of the processes that have failed or stopped, of which others may still go on."""
-        codes = [follower.returncode for follower in followers]
+        codes = [logs.read_code(follower.returncode or 0) for follower in followers]
         return {code for code in [*codes, *map(logs.exit_code, logs.files(folder))] if code}
 
     def _is_lost(self) -> bool:

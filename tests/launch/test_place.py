@@ -33,6 +33,7 @@ def test_a_log_tells_of_its_process(tmp_path):
     (tmp_path / "gcloud.txt").write_text("step 50/99")
     assert [path.name for path in logs.files(tmp_path)] == ["0.log", "2.log", "10.log"]
     assert [logs.exit_code(path) for path in logs.files(tmp_path)] == [None, None, 75]
+    assert list(map(logs.read_code, [0, 1, -9, -15, 143, 137])) == [0, 1, 137, STOPPED, STOPPED, 137]
     assert logs.step(tmp_path) == 9
     assert logs.last_lines(tmp_path, 1) == ["0: saved", "2: requeued", f"10: {logs.ENDED} 75"]
 
