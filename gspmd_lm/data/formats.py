@@ -29,7 +29,7 @@ class Format(NamedTuple):
 _PLAIN = Format("_text in one", texts=readers.plain_text, parted=True)
 _LINES = Format("_jsonl", records=readers.json_lines, parted=True)
 _CSV = Format("csv", records=readers.csv_rows)
-_HTML = Format("html", texts=readers.html_text)
+_HTML = Format("_html", texts=readers.html_text)
 _ARRAY_RECORD = Format("_array_record", texts=readers.array_records, compressible=False)
 _FORMATS = {
     ".txt": _PLAIN,

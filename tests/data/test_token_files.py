@@ -81,7 +81,8 @@ def test_rows_of_each_kind_of_file_are_those_of_the_documents(documents, packing
     _write_bin("c.bin", stream, header=_header(20240520, 1, len(stream)))
     _write_bin("d.bin", stream, "<u4", header=_header(20240801, 7, len(stream)))
     _write_megatron("e", [[*text, END] for text in texts])
-    lists = pyarrow.array([[*text] if len(text) % 2 else [*text, END] for text in texts])
+    ids = [[*text] if len(text) % 2 else [*text, END] for text in texts]
+    lists = pyarrow.array(ids, pyarrow.list_(pyarrow.uint16()))
     pyarrow.parquet.write_table(pyarrow.table({"ids": lists}), "f.parquet")
     Path("g.jsonl").write_text("".join(json.dumps({"ids": [*text]}) + "\n" for text in texts))
     want = _epoch(_open("texts", packing=packing)[0])
