@@ -18,7 +18,7 @@ from gspmd_lm.config.paths import cache_folder, download, read_text, readable_en
 from gspmd_lm.data import formats, remote
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.files import json_object, replace
+from gspmd_lm.files import expand_user, json_object, replace
 from gspmd_lm.workdir import layout
 
 STDLIB, STDLIB_PAIRS = "stdlib", "stdlib:pairs"
@@ -97,7 +97,7 @@ def absolute(name: str) -> str:
     """The absolute path of a file, folder or glob; the name itself of what has none. Several names stay several."""
     if name in (STDLIB, STDLIB_PAIRS) or name.startswith("random:") or "://" in name:
         return name
-    words = [str(Path(word).expanduser().absolute()) for word in _words(name)]
+    words = [str(expand_user(word).absolute()) for word in _words(name)]
     return " ".join(words) if len(words) == 1 or not any(" " in word for word in words) else name
 
 
@@ -115,7 +115,7 @@ def _words(name: str) -> list[str]:
 
 
 def _matching(name: str) -> list[Path]:
-    path = Path(name).expanduser()
+    path = expand_user(name)
     if not name.strip():
         return []
     if os.path.lexists(path):  # a name may hold the characters of globs, such as [1]
@@ -132,7 +132,7 @@ def _local(name: str, whole_name: str, place: str, notes: FileNotes) -> Iterator
         fix = "give a folder, a file, a glob, stdlib or random:ROWS; several as [a, b]"
         fix = download(name, fix, repo_type="dataset")
         raise InputError(f"{place}: {whole_name} matches no file{part}{hint or near}\n  fix   {fix}")
-    alone = matching == [Path(name).expanduser()]
+    alone = matching == [expand_user(name)]
     for path in matching:
         if path.is_dir():
             yield from _walk(path, place, notes)
@@ -144,7 +144,7 @@ def _local(name: str, whole_name: str, place: str, notes: FileNotes) -> Iterator
 
 def _readable(path: Path, notes: FileNotes) -> Iterator[Path]:
     """The path, unless it cannot hold documents."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises OSError for a link into a folder that may not be entered
         notes.skip("no file, or a link to nothing", path)
     elif formats.format_of(path) is None:
         notes.skip("unknown ending", path)

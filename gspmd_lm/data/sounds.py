@@ -6,10 +6,10 @@ import functools
 import io
 import wave
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
+from gspmd_lm import files
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.media import WINDOW
@@ -110,7 +110,7 @@ def _find_sounds(
 
 def read_sound_frames(name: str, model: ModelConfig) -> np.ndarray:
     """The frames of a wav file, as `heard` gives them."""
-    return encoder_frames(media.Encoded.of(name, media.bytes_of(Path(name).expanduser())), model)
+    return encoder_frames(media.Encoded.of(name, media.bytes_of(files.expand_user(name))), model)
 
 
 def encoder_frames(encoded: media.Encoded, model: ModelConfig) -> np.ndarray:

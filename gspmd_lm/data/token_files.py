@@ -119,7 +119,11 @@ def _are_named(source: Source) -> bool:
         return False
     if any(character in path for character in "*?[") or formats.format_of(Path(path)):
         return False
-    there = Folder(path if files.is_remote(path) else str(Path(path).expanduser()), "data.source").sizes()
+    if not files.is_remote(path):
+        path = str(files.expand_user(path))
+        if not os.path.isdir(path) or not os.access(path, os.R_OK, effective_ids=True):  # corpus.py says what is wrong
+            return False
+    there = Folder(path, "data.source").sizes()
     are_texts = MANIFEST in there or any(formats.format_of(Path(name)) for name in there)
     return not are_texts and any(name.endswith((BIN, NPY)) for name in there)
 
@@ -203,7 +207,7 @@ def _list_paths(named: str, place: str) -> list[str]:
         kind = named.partition("://")[0]
         paths = [f"{kind}://{name}" for name in remote.list_names(named, place)]
     else:
-        path = os.path.abspath(Path(named).expanduser())
+        path = os.path.abspath(files.expand_user(named))
         is_glob = not os.path.lexists(path)
         pattern = path if is_glob else glob.escape(path)
         paths = sorted(glob.glob(f"{pattern}/*" if os.path.isdir(path) else pattern, recursive=True))

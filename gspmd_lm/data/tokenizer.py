@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import logging
+import os
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -385,9 +386,9 @@ def tokenizer_path(name: str) -> Path:
         return _keep_files(tiktoken_files.convert(name))
     if "://" in name:
         return _copy_files(name if name.endswith(".json") else f"{name.rstrip('/')}/{FILE}")
-    path = Path(name).expanduser()
-    path = path / FILE if path.is_dir() else path
-    if not path.is_file():
+    path = files.expand_user(name)
+    path = path / FILE if os.path.isdir(path) else path  # Path.is_dir raises OSError for a name that is too long
+    if not os.path.isfile(path):
         fix = download(name, "give the path of a tokenizer.json, or bytes")
         raise InputError(f"data.tokenizer: {path}: no such file\n  fix   {fix}")
     return path

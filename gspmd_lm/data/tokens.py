@@ -165,7 +165,7 @@ def find_folders(data: Data) -> list[tuple[Folder, dict[str, Any]]]:
 def _find(path: str, place: str) -> tuple[Folder, dict[str, Any]] | None:
     """The folder of tokens at a path or an address, and its manifest; None if there is none."""
     if not files.is_remote(path):
-        path = str(Path(path).expanduser())
+        path = str(files.expand_user(path))
         if not os.path.isfile(os.path.join(path, MANIFEST)):  # a name that is too long is none, and no error
             return None
     elif any(character in path for character in "*?[") or formats.format_of(Path(path)):
@@ -216,7 +216,8 @@ def _say_changes(folder: Folder) -> str:
     if content is None:
         return ""
     found = [(Path(name), version) for name, version in files.checked_value(content, folder.path(SOURCE)).items()]
-    changed = [path for path, version in found if path.is_file() and file_version(path) != version]
+    # Where another user made them, os.path.isfile says False of a folder that may not be entered. Path.is_file raises.
+    changed = [path for path, version in found if os.path.isfile(path) and file_version(path) != version]
     if not changed:
         return ""
     return f"warning: changed since the tokens in {folder.address} were made: {list_names(changed)}"

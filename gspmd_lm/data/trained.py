@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -88,9 +89,9 @@ def keeps_tokenizer(config: Config, workdir: epath.Path) -> bool:
     name = config.data.tokenizer
     if name == "bytes" or trained_size(name) or files.is_remote(name):
         return name != "bytes"
-    path = Path(name).expanduser()
+    path = files.expand_user(name)
     is_inside = not files.is_remote(workdir) and Path(workdir).absolute() in path.absolute().parents
-    return path.exists() and not is_inside
+    return os.path.exists(path) and not is_inside
 
 
 def files_to_keep(config: Config, workdir: epath.Path, made: Path | None) -> dict[str, bytes]:
@@ -138,7 +139,7 @@ def with_workdir_tokenizer(config: Config, workdir: str) -> Config:
         sha256 = hashlib.sha256(kept.read_bytes()).hexdigest()
     except Exception as error:  # the packages of remote stores have no common class
         raise InputError(f"--workdir={workdir}: cannot be read ({error})\n  fix   correct it, or log in") from error
-    is_named = trained_size(name) is None and (files.is_remote(name) or Path(name).expanduser().exists())
+    is_named = trained_size(name) is None and (files.is_remote(name) or os.path.exists(files.expand_user(name)))
     if is_named and name != _tokenizer_of_run(workdir):
         other = hashlib.sha256(tokenizer_path(name).read_bytes()).hexdigest()
         if other != sha256:
@@ -221,7 +222,7 @@ def train_tokenizer(
     special: its special tokens, an end token among them. A small source may give fewer tokens. Raises InputError if
     `path` exists, or if `vocab_size` is too small for 256 bytes and the special tokens.
     """
-    path = Path(path).expanduser()
+    path = files.expand_user(path)
     if path.exists():
         raise InputError(f"{path}: exists already\n  fix   remove it, or choose another name")
     least = 256 + len(special)
