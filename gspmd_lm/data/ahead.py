@@ -80,7 +80,7 @@ class Process:
         try:
             self._write(pickle.dumps(request))
             answer = pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError) as error:
+        except (EOFError, pickle.UnpicklingError, BrokenPipeError) as error:
             raise RunFailed(
                 f"data.tokenize=ahead: a process that tokenizes ended with code {self._process.wait()}\n"
                 "  fix   see its lines above, and that there is memory; then the same command goes on"

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import fsspec
@@ -151,6 +152,16 @@ def test_a_process_that_dies_is_an_error(opened):
         os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(RunFailed, match=r"a process that tokenizes ended with code -9\n  fix "):
         _read(rows, range(3, 99))
+
+
+def test_a_process_that_dies_within_an_answer_is_an_error(monkeypatch):
+    half = "import pickle, sys; sys.stdout.buffer.write(pickle.dumps([*range(999)])[:500])"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: start([command[0], "-c", half], **how))
+    process = ahead.Process(b"", 1)
+    with pytest.raises(RunFailed, match=r"a process that tokenizes ended with code 0\n  fix "):
+        process.ask(ahead_process.Request(0, 0, 0)).result()
+    process.stop()
 
 
 def test_what_gives_no_rows_is_said(opened):
