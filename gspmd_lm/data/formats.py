@@ -77,10 +77,11 @@ def spans(path: Path, start: bytes, size_bytes: int, most_bytes: int) -> list[Sp
     return [(at, min(at + most_bytes, size_bytes)) for at in range(0, size_bytes, most_bytes)]
 
 
-def texts(path: Path, field: str, span: Span | None = None) -> Iterator[bytes]:
+def texts(path: Path, field: str, span: Span | None = None, name: str = "") -> Iterator[bytes]:
     """The documents of a file, or of a span of it, that are not empty. In a file of records, `field` holds the text.
 
-    Raises an InputError that names the file, and the line if there is one, for a document that cannot be read.
+    name: of the file, for the user, if it is not its path. Raises an InputError that names the file, and the line if
+    there is one, for a document that cannot be read.
     """
     empty = 0
     with _reading(path):
@@ -89,7 +90,7 @@ def texts(path: Path, field: str, span: Span | None = None) -> Iterator[bytes]:
             if text:
                 yield text
     if empty:
-        _say_once(f"{path}: {empty:,} text{'s are' if empty > 1 else ' is'} null or empty, and skipped")
+        _say_once(f"{name or path}: {empty:,} text{'s are' if empty > 1 else ' is'} null or empty, and skipped")
 
 
 def _every_text(path: Path, field: str, *span: Span) -> Iterator[bytes]:

@@ -189,12 +189,12 @@ def _json(path: Path) -> Any:
 
 def json_lines(path: Path, columns: Sequence[str], span: tuple[int, int] | None = None) -> Iterator[Row]:
     """The objects of a file, or of a span of it, with one JSON object on each line."""
-    behind = f", {span[0]:,} bytes behind line " if span and span[0] else ":"
+    before = f"{path}, after byte {span[0]:,}, line " if span and span[0] else f"{path}:"
     with open_text(path, span) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            place = f"{path}{behind}{number}"
+            place = f"{before}{number}"
             yield place, json_object(line.decode("utf-8", "surrogateescape"), place, "one object per line")
 
 

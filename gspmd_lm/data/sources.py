@@ -76,7 +76,7 @@ class SourceFile:
     def local(self, lines: formats.Span | None) -> Iterator[tuple[Path, formats.Span | None]]:
         """A context with a path at which the file can be read, and the span to read of what is there, for some lines.
 
-        Errors about that path name the address of a file in a store.
+        Errors about a copy of a file in a store name its address.
         """
         if not self.far:
             yield self.path, lines
@@ -85,7 +85,13 @@ class SourceFile:
             try:
                 yield path, None
             except InputError as error:
-                raise InputError(str(error).replace(str(path), self.far.address)) from error
+                raise InputError(self.rename_copy(str(error), path, lines)) from error
+
+    def rename_copy(self, text: str, path: Path, lines: formats.Span | None) -> str:
+        """A text that names the copy of some lines at a path, with the name of the file and the lines' place in it."""
+        if self.far and lines and lines[0]:
+            text = text.replace(f"{path}:", f"{self.name}, after byte {lines[0]:,}, line ")
+        return text.replace(str(path), self.name)
 
     def facts(self, of_records: bool) -> str:
         """What the documents of the file follow from; a field only if the file has fields."""
@@ -177,8 +183,11 @@ class DocumentSource:
             ):
                 return
             if self.of_record is None:
-                texts = formats.texts(path, file.field, span)
-                yield from _mark_cuts(texts, lines, file.whole_bytes) if lines else texts
+                texts = formats.texts(path, file.field, span, file.name)
+                for text in _mark_cuts(texts, lines, file.whole_bytes) if lines else texts:
+                    if isinstance(text, readers.TokenIds):
+                        text.place = file.rename_copy(text.place, path, lines)
+                    yield text
             else:
                 for place, record in formats.records(path, self.columns, span):
                     yield self.of_record(record, place, file.field)

@@ -210,6 +210,19 @@ def test_buckets(bucket, folder, monkeypatch):
         _rows("memory://made")
 
 
+@pytest.mark.parametrize("source", ["c.jsonl", "memory:///texts/c.jsonl"])
+def test_a_place_in_a_part_of_a_file_is_one_in_the_file(bucket, folder, monkeypatch, caplog, source):
+    monkeypatch.setattr(making, "UNIT_BYTES", 3000)
+    line, at = '{"text": "words"}\n', r"c\.jsonl, after byte 3,003, line 3"
+    place = rf"^{source.removesuffix('c.jsonl')}{at}"
+    for wrong, message in (('{"text": 5}', f"{place}: text is a int"), ('{"text": [999]}', f"{place}: token 0 is 999")):
+        (folder / "c.jsonl").write_text(f'{line * 50}{{"text": null}}\n{line * 118}{wrong}\n')
+        bucket.put_file("c.jsonl", "/texts/c.jsonl")
+        with pytest.raises(InputError, match=message):
+            _make(source, f"of {len(wrong)}", held_out=0)
+    assert f"{source}: 1 text is null or empty, and skipped" in caplog.text
+
+
 def test_two_processes_that_write_one_after_another_leave_no_folder_of_parts(tmp_path, monkeypatch):
     made, replace = Folder(str(tmp_path / "made")), os.replace
     second_writes, first_is_done = threading.Event(), threading.Event()
