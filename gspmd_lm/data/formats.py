@@ -90,7 +90,7 @@ def texts(path: Path, field: str, span: Span | None = None, name: str = "") -> I
             if text:
                 yield text
     if empty:
-        _say_once(f"{name or path}: {empty:,} text{'s are' if empty > 1 else ' is'} null or empty, and skipped")
+        say_once(f"{name or path}: {empty:,} text{'s are' if empty > 1 else ' is'} null or empty, and skipped")
 
 
 def _every_text(path: Path, field: str, *span: Span) -> Iterator[bytes]:
@@ -105,7 +105,8 @@ def _every_text(path: Path, field: str, *span: Span) -> Iterator[bytes]:
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
+    """Warns, unless the same was said before."""
     _log.warning("%s", message)
 
 

@@ -120,8 +120,7 @@ class Loader:
         that its own devices hold. Without `repeat` the pairs end after one epoch at the latest. A caller that leaves
         early must close the generator. An error in the thread is raised here.
         """
-        shapes = self._shapes(shardings)
-        local_rows = _local_rows(shardings, shapes)
+        shapes, local_rows = self._shapes(shardings), self.local_rows(shardings)
         stop = sys.maxsize if stop_step is None else stop_step
         if not self.repeat:
             stop = min(stop, self.steps_per_epoch)
@@ -133,8 +132,13 @@ class Loader:
         return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place, self.read_threads)
 
     def local_rows(self, shardings: Mapping[str, jax.sharding.Sharding]) -> np.ndarray:
-        """The rows of each batch that this process reads, ascending."""
-        return _local_rows(shardings, self._shapes(shardings))
+        """The rows of each batch that this process's devices hold of any of the arrays, ascending."""
+        needed = np.zeros(self.padded_batch or self.batch, bool)
+        for name, shape in self._shapes(shardings).items():
+            for index in shardings[name].addressable_devices_indices_map(shape).values():
+                assert index is not None
+                needed[index[0]] = True
+        return np.flatnonzero(needed)
 
     def _shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """The shapes of some arrays of a whole batch."""
@@ -387,16 +391,6 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
 def epoch_seed(seed: int, epoch: int | str) -> int:
     """A seed of 32 bits that differs between epochs of one seed and between neighbouring seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4], "big")
-
-
-def _local_rows(shardings: Mapping[str, jax.sharding.Sharding], shapes: Mapping[str, tuple[int, ...]]) -> np.ndarray:
-    """The rows of the global batch that this process's devices hold of any of the arrays, ascending."""
-    needed = np.zeros(next(iter(shapes.values()))[0], bool)
-    for name, sharding in shardings.items():
-        for index in sharding.addressable_devices_indices_map(shapes[name]).values():
-            assert index is not None
-            needed[index[0]] = True
-    return np.flatnonzero(needed)
 
 
 def _part(local: np.ndarray, local_rows: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:

@@ -163,20 +163,16 @@ def _copy(file: RemoteFile, copy: Path, copied: Callable[[int], None]) -> None:
     """Copies one file; of several processes on a machine, one does, and the others wait for it."""
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(f"{copy.parent}.lock")
-        lock.acquire()
+        with filelock.FileLock(f"{copy.parent}.lock"):
+            if _is_copied(copy):
+                return
+            with files.replacing(copy) as new, new.open("wb") as out:
+                for block in _blocks(file):
+                    out.write(block)
+                    copied(out.tell())
+            files.seal(copy.parent, (copy.name,))
     except OSError as error:
         raise unwritable(copy.parent, error.strerror) from error
-    try:
-        if _is_copied(copy):
-            return
-        with files.replacing(copy) as new, new.open("wb") as out:
-            for block in _blocks(file):
-                out.write(block)
-                copied(out.tell())
-        files.seal(copy.parent, (copy.name,))
-    finally:
-        lock.release()
 
 
 def _is_copied(copy: Path) -> bool:
