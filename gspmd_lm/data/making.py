@@ -149,11 +149,13 @@ def plan_units(source: DocumentSource, splits: Sequence[str], unit_bytes: int | 
     # The last split may have no files of its own.
     for split, part in zip([*splits[: len(source.parts)], HELD_OUT], source.every, strict=False):
         taken: list[SourceFile] = []
+        taken_bytes = 0
         for span in itertools.chain.from_iterable(file.spans(unit_bytes) for file in part.files):
             taken.append(span)
-            if sum(one.size_bytes for one in taken) >= wanted_bytes:
+            taken_bytes += span.size_bytes
+            if taken_bytes >= wanted_bytes:
                 units.append(Unit(len(units), split, tuple(taken)))
-                taken = []
+                taken, taken_bytes = [], 0
         if taken:
             units.append(Unit(len(units), split, tuple(taken)))
     return units
