@@ -228,7 +228,8 @@ def _standard_library(place: str) -> list[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # os.walk does not enter the others
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    paths = sorted((path for path in paths if path.stat().st_size), key=lambda path: path.relative_to(root).as_posix())
+    paths = [path for path in paths if path.is_file() and path.stat().st_size]
+    paths.sort(key=lambda path: path.relative_to(root).as_posix())
     if not paths:
         raise InputError(f"{place}: stdlib: no .py files in {root}\n  fix   give a folder of text files")
     return paths

@@ -119,7 +119,7 @@ class Folder:
         """Writes a file if there is none of this name. Of several processes that do so at once, one is told True."""
         try:
             if self.is_local:
-                self._put(content, name, os.link)
+                self._put(content, name, _link)
             else:
                 store, path = self._store
                 with self._naming(name):
@@ -176,6 +176,17 @@ class Folder:
                 f"{self.path(name)}: the store does not answer ({type(error).__name__}: {why})\n"
                 "  fix   log in, or see that the store can be reached, then start the same command: it goes on"
             ) from error
+
+
+def _link(new: Path, place: Path) -> None:
+    """Puts a new file in a place where there is none, or raises FileExistsError."""
+    try:
+        os.link(new, place)
+    except (FileExistsError, FileNotFoundError):
+        raise
+    except OSError:  # a file system without links to files, such as a mounted bucket
+        with place.open("xb") as file:
+            file.write(new.read_bytes())
 
 
 class _Patience:

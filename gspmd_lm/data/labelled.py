@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ LABEL_WORDS = 2
 TOGETHER = 1024  # records encoded at once
 _SHOWN = 12  # classes in a description
 _INT_FIELDS = ("tokens", "token_types", "segment_ids", "positions")
+_log = logging.getLogger(__name__)
 
 
 class Labelled:
@@ -85,8 +87,11 @@ class Labelled:
     def _found_classes(self, source: DocumentSource, progress: Progress | None) -> tuple[str, ...]:
         key = hashlib.sha256(f"classes {source.fingerprint}".encode()).hexdigest()[:24]
         path = readable_entry(cache_folder("data") / f"{key}.classes.json")
-        if path.is_file():
-            return tuple(files.read_json(path))
+        try:
+            if path.is_file():
+                return tuple(files.read_json(path))
+        except InputError as error:
+            _log.warning("%s, and is made anew", error)
         labels = [json.loads(document)[1] for document in source.walk(source.parts, "reading labels", progress)]
         several = self.data.label_kind == "classes"
         found = {one for label in labels for one in label} if several else {*labels}

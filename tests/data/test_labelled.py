@@ -208,6 +208,15 @@ def test_order_and_padding_of_batches():
     assert np.bincount(labels[:15]).tolist() == np.bincount(_all(held_out)["labels"]).tolist()
 
 
+def test_classes_that_are_damaged_in_the_cache_are_read_anew(folder, caplog):
+    expected = _open()[0].classes
+    (path,) = (folder / "cache" / "data").glob("*.classes.json")
+    path.write_text(path.read_text().replace("maybe", "never"))
+    assert _open()[0].classes == expected and f"{path}: its sha256 has changed, and is made anew" in caplog.text
+    caplog.clear()
+    assert _open()[0].classes == expected and not caplog.messages
+
+
 def test_sources_with_weights():
     _lines("b.jsonl", RECORDS[:10])
     mixed, _ = _open(source=[{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}])

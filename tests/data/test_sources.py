@@ -41,6 +41,13 @@ def test_stdlib_is_the_interpreters_own_without_tests():
     assert os_py in list(source.documents()) or len(os_py) > readers.SECTION_BYTES
 
 
+def test_a_link_to_nothing_is_no_part_of_the_library(tmp_path, monkeypatch):
+    (tmp_path / "os.py").write_text("pass")
+    (tmp_path / "sitecustomize.py").symlink_to("/etc/none/sitecustomize.py")  # as images without /etc/python3 have it
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    assert _documents("stdlib") == [b"pass"]
+
+
 def test_every_kind_of_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"plain \xff")
     (tmp_path / "b.md").write_bytes(b"# mark")

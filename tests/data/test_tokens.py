@@ -285,6 +285,13 @@ def test_a_file_is_written_while_other_processes_delete_the_folder_of_new_files(
     assert _contents("made") == {"a.json": b"content"} and len(deleted) == 7
 
 
+def test_a_file_system_without_links_to_files(monkeypatch):
+    monkeypatch.setattr(os, "link", lambda *_: os.readlink("a.jsonl"))  # raises an OSError, as such a system does
+    made = Folder("made")
+    assert [made.create("plan", content) for content in (b"one", b"two")] == [True, False]
+    assert _contents("made") == {"plan": b"one"}
+
+
 def test_a_claim_in_a_bucket_is_taken_over_when_it_is_silent(bucket, monkeypatch):
     _make(held_out=0)
     monkeypatch.setattr(making, "STALE_S", 0.2)
