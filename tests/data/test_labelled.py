@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspmd_lm import config
 from gspmd_lm.config import nest
-from gspmd_lm.data import corpus, labelled, loader, making
+from gspmd_lm.data import corpus, labelled, loader
 from gspmd_lm.errors import InputError
 
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 256,
@@ -224,21 +224,6 @@ def test_sources_with_weights():
     read, alone = mixed.rows.read([59, 60, -1]), _all(_open()[0])
     assert (read["tokens"][:2] == alone["tokens"][[59, 0]]).all()
     assert read["labels"].tolist() == [*alone["labels"][[59, 0]].tolist(), -1]
-
-
-def test_a_stopped_build_goes_on(folder, monkeypatch):
-    whole = _all(_open(held_out=0.2)[0])
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
-    monkeypatch.setattr(making, "UNIT_BYTES", 300)
-
-    def stop(what, done_bytes, total_bytes, rate=""):
-        if what == "tokenizing" and done_bytes > total_bytes / 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loader.open_loaders(_config(held_out=0.2), stop)
-    resumed = _all(_open(held_out=0.2)[0])
-    assert all((resumed[name] == whole[name]).all() for name in whole)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_lm import config
 from gspmd_lm.config import nest
-from gspmd_lm.data import chat, loader, making, packing
+from gspmd_lm.data import chat, loader, packing
 from gspmd_lm.errors import InputError
 
 NAMES = (*packing.FIELDS, "row")
@@ -285,44 +285,14 @@ def test_conversations_are_encoded_once_per_template(conversations, folder, monk
     assert len(encoded) == 400
 
 
-def test_a_stopped_build_of_conversations_goes_on(conversations, folder, monkeypatch):
-    whole, _ = loader.open_loaders(_config(vocab=300, **conversations))
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
-    monkeypatch.setattr(making, "UNIT_BYTES", 2000)
-
-    def stop(what, done_bytes, total_bytes, rate=""):
-        if what == "tokenizing" and done_bytes > total_bytes / 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loader.open_loaders(_config(vocab=300, **conversations), stop)
-    resumed, _ = loader.open_loaders(_config(vocab=300, **conversations))
-    assert (
-        resumed.description == whole.description
-        and (np.asarray(resumed.rows.stream) == np.asarray(whole.rows.stream)).all()
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "text", "settings", "message"),
     [
         ("b.jsonl", '\n{"messages": []}', {}, r"b\.jsonl:2: messages is empty\n  fix "),
         ("b.jsonl", '{"messages": [', {}, r"b\.jsonl:1: not valid JSON"),
-        (
-            "b.jsonl",
-            '{"messages": []}',
-            {"messages_field": ""},
-            r"b\.jsonl:1: no field text\n.* one of messages, or for conversations data\.messages_field",
-        ),
         ("b.txt", "text", {}, r"b\.txt: no records, which data\.messages_field=messages needs\n  fix   name \.jsonl"),
         ("b.jsonl", "{}", {"tokenizer": "bytes"}, r"bytes has no chat template"),
         ("b.jsonl", "{}", {"packing": "stream"}, r"data\.messages_field needs data\.packing: documents"),
-        (
-            "b.jsonl",
-            '{"messages": []}',
-            {"messages_field": "", "text_field": "messages"},
-            r"b\.jsonl:1: messages is a list, not text\n  fix   for conversations set data\.messages_field=messages",
-        ),
     ],
 )
 def test_bad_conversations(conversations, folder, name, text, settings, message):
