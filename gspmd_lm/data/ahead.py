@@ -61,7 +61,6 @@ class Process:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
-        self.pid = self._process.pid
         self._pool = ThreadPoolExecutor(1)
         self._pool.submit(self._write, work)
         self.tokens, self.taken_s = 0, 0.0

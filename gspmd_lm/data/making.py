@@ -106,7 +106,7 @@ def make_tokens(
     """
     assert not (held_out and source.held_out)
     splits = [f"train{i or ''}" for i in range(len(source.parts))] + [HELD_OUT]
-    units = plan_units(source, splits)
+    units = plan_units(source, splits, UNIT_BYTES)
     plan = {
         "format": tokens.FORMAT,
         "source": source.fingerprint,
@@ -138,12 +138,8 @@ def make_tokens(
         folder.remove(MAKING)
 
 
-def plan_units(source: DocumentSource, splits: Sequence[str], unit_bytes: int | None = None) -> list[Unit]:
-    """The units of a source: of each part, as many files after one another as have so many bytes, or parts of files.
-
-    unit_bytes: None means UNIT_BYTES.
-    """
-    unit_bytes = unit_bytes or UNIT_BYTES
+def plan_units(source: DocumentSource, splits: Sequence[str], unit_bytes: int) -> list[Unit]:
+    """The units of a source: of each part, as many files after one another as have so many bytes, or parts of files."""
     wanted_bytes = max(unit_bytes, source.size_bytes // MOST_UNITS)
     units: list[Unit] = []
     # The last split may have no files of its own.
@@ -235,7 +231,7 @@ class _Work:
         notes.files.clear()
         versions = [file.current_version() for file in unit.files]
         part = SourcePart(unit.split, unit.files)
-        for batch, done_bytes in read_ahead(batches(self.source.read(part), unit.size_bytes)):
+        for batch, done_bytes in read_ahead(batches(self.source.read(part), unit.size_bytes, BATCH_BYTES)):
             if not counts["documents"] and batch and isinstance(first := batch[0][0], Section):
                 for one in made.values():
                     one.resumes = first.resumes
@@ -418,13 +414,12 @@ class _Claims:
 
 
 def batches(
-    documents: Iterable[tuple[bytes, int]], total_bytes: int, least_bytes: int | None = None
+    documents: Iterable[tuple[bytes, int]], total_bytes: int, least_bytes: int
 ) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
     """Yields lists of documents, each with its hash, and the bytes of files read so far.
 
-    A list has at least so many bytes of documents; None means BATCH_BYTES.
+    A list has at least so many bytes of documents, but for the last one.
     """
-    least_bytes = least_bytes or BATCH_BYTES
     batch, size_bytes = [], 0
     for document, done_bytes in documents:
         batch.append((document, _hash(document)))

@@ -12,7 +12,6 @@ from gspmd_lm.data.shards import Span, Stream
 # Bits in tokens (uint32): a token of the assistant, and the last token of a conversation, or of a document whose end
 # is known though no token says it.
 TARGET, LAST = np.uint32(1 << 30), np.uint32(1 << 31)
-FIELDS = ("tokens", "targets", "segment_ids", "positions")
 
 
 class InMemory:
@@ -77,7 +76,7 @@ class Rows:
         return np.concatenate([[0], np.cumsum(np.maximum(counts, 0))])
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The FIELDS of the rows as int32 [len(indices), seq]; an index of -1 gives a row of padding.
+        """int32 tokens, targets, segment_ids and positions [len(indices), seq]; an index of -1 gives a row of padding.
 
         targets: the next token, or -1 if there is none. segment_ids: 1, 2, ... in each row, and 0 for padding.
         positions: counted from 0 in each segment.

@@ -297,7 +297,7 @@ class _Visible(html.parser.HTMLParser):
         if tag in _BLOCKS:
             self.parts.append("\n")
 
-    def parse_marked_section(self, i: int, report: int = 1) -> int:
+    def parse_marked_section(self, i: int, report: bool = True) -> int:
         """The end of <![ ... ]>. One that Python does not know, for which it fails, is a comment, as in a browser."""
         try:
             return super().parse_marked_section(i, report)

@@ -57,6 +57,7 @@ class FlatFile:
         return len(self.stops) > 0
 
     def byte_span(self, start: int, stop: int) -> Span:
+        """The bytes to read for the tokens from one to before another."""
         begin, size = self.first_byte + self.first * self.dtype.itemsize, self.dtype.itemsize
         return begin + start * size, begin + stop * size
 
@@ -175,10 +176,6 @@ def open_files(config: Config, tokenizer: Tokenizer) -> Tokens:
         f"fingerprint {fingerprint[:12]}{where}",
         notes="",
         fingerprint=fingerprint,
-        replaced_bytes=0,
-        left_out=0,
-        spelled_ends=0,
-        spelled_texts=0,
         has_own_held_out=bool(data.held_out_sources),
     )
 

@@ -56,10 +56,10 @@ class Tokens:
     description: str  # of what they were made, for the user
     notes: str  # lines about files that were skipped or are odd
     fingerprint: str  # equal only for equal tokens
-    replaced_bytes: int  # bytes or characters that no token stands for
-    left_out: int  # documents that are not used for training because they are in the files for evaluation
-    spelled_ends: int  # how often a text file spells the token that ends a text
-    spelled_texts: int  # how many documents spell it where it ends none
+    replaced_bytes: int = 0  # bytes or characters that no token stands for
+    left_out: int = 0  # documents that are not used for training because they are in the files for evaluation
+    spelled_ends: int = 0  # how often a text file spells the token that ends a text
+    spelled_texts: int = 0  # how many documents spell it where it ends none
     classes: tuple[str, ...] = ()  # of labelled texts
     has_own_held_out: bool = False  # whether evaluation has files of its own, not a share of the documents
 

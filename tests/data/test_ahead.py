@@ -149,7 +149,7 @@ def test_a_process_that_dies_is_an_error(opened):
     rows, _ = opened()
     _read(rows, range(3))
     for process in rows.rows.processes:
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises(RunFailed, match=r"a process that tokenizes ended with code -9\n  fix "):
         _read(rows, range(3, 99))
 

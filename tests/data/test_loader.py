@@ -18,7 +18,7 @@ from gspmd_lm.config import nest
 from gspmd_lm.data import chat, loader, packing
 from gspmd_lm.errors import InputError
 
-NAMES = (*packing.FIELDS, "row")
+NAMES = ("tokens", "targets", "segment_ids", "positions", "row")
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 256}
 
 
