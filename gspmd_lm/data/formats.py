@@ -21,7 +21,7 @@ class Format(NamedTuple):
     name: str  # part of the fingerprint of a source
     texts: Callable[..., Iterator[bytes]] | None = None  # of a path
     records: Callable[..., Iterator[readers.Row]] | None = None  # of a path and the columns that are looked for
-    table: bool = False  # a file with columns, which is not read as a stream
+    table: bool = False  # a file with a schema, which is not read as a stream
     compressible: bool = True
     parted: bool = False  # its readers take a span of a file that is not compressed
 

@@ -72,10 +72,10 @@ class Labelled:
     def learn_classes(
         self, source: DocumentSource, known: Sequence[str] = (), progress: Progress | None = None
     ) -> None:
-        """Finds the classes: the labels of the training data, in the order that `ordered` gives them.
+        """Finds the classes: the labels of the training data, in the order of `order_classes`.
 
         They are read once for each source, and kept in the cache. Raises InputError for a record that cannot be read,
-        or if there are fewer than two.
+        or if there are fewer than two classes.
         """
         if self.data.label_kind == "number":
             return
@@ -184,8 +184,9 @@ def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float |
 
 
 def order_classes(found: Collection[str], known: Sequence[str] = ()) -> tuple[str, ...]:
-    """Classes in the order of the `known` ones, if they are the same; else in that of numbers, if all of them are whole
-    numbers, or of texts.
+    """The classes in the order of `known`, if these are the same classes.
+
+    Otherwise whole numbers are sorted as numbers, if all classes are whole numbers, and as texts if not.
     """
     if sorted(found) == sorted(known):
         return tuple(known)
@@ -255,7 +256,7 @@ def text_of(record: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def valid(text: str) -> tuple[str, int]:
-    """A text with U+FFFD in the place of what is no character, and of how many that was."""
+    """A text with U+FFFD in the place of each code point that is no character, and how many of them there were."""
     return NO_CHARACTER.subn("\ufffd", text)
 
 

@@ -156,9 +156,7 @@ class Loader:
 def ahead(
     start: int, stop: int, read: Callable[[int], Any], place: Callable[[Any], dict[str, jax.Array]], threads: int = 1
 ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
-    """Pairs of a step and its arrays. So many `threads` read ahead, each a batch. `place` brings what was
-    read to the devices.
-    """
+    """Pairs of a step and its arrays. Each of `threads` reads a batch ahead, which `place` brings to the devices."""
     steps = grain.MapDataset.range(start, max(start, stop)).map(lambda step: (step, read(step)))
     reads = iter(
         steps.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, _AHEAD)))
@@ -358,7 +356,7 @@ def _shares(parts: Sequence[TokenSplit]) -> tuple[int, ...]:
 
 
 def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Loader | None]:
-    """The loaders of random rows. Held-out rows are drawn anew, as many as there are for training. 0 is the mask."""
+    """The loaders of random rows. As many held-out rows are drawn as rows for training. The mask token is 0."""
     data, vocab, mask = config.data, config.model.vocab, 0 if config.objective == "masked" else None
     if count * (data.seq + 1) > MOST_RANDOM_TOKENS:
         raise InputError(

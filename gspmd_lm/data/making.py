@@ -72,7 +72,7 @@ class _Made:
     blocks: list[np.ndarray] = dataclasses.field(default_factory=list)
     arrays: list[np.ndarray] = dataclasses.field(default_factory=list)  # what is not in a block yet
     length: int = 0
-    ends: int = 0  # of documents, and of those that are spelled in them
+    ends: int = 0  # how many end tokens there are, also of texts within a document
     stops: array.array = dataclasses.field(default_factory=lambda: array.array("Q"))  # where documents end
     is_open: bool = False  # whether a text is begun, whose next sections are to come
     resumes: bool = False  # whether the unit begins within a text, of which it has had no section yet
@@ -222,7 +222,7 @@ class _Work:
         """Makes the shards of a unit, and returns its note."""
         made = {name: _Made() for name in self.splits}
         counts = dict.fromkeys((*COUNTS, "documents", "document_bytes"), 0)
-        spelled = b""  # what is told of if it stands in a text and ends nothing
+        spelled = b""  # the end of a text, whose spellings within texts are counted
         if isinstance(self.encoder, Tokenizer):
             spelled = self.encoder.spelled_end or END_OF_TEXT.encode()
         replaced_before = self.encoder.replaced_bytes
@@ -344,7 +344,7 @@ class _Work:
 def tokens_of_notes(
     source: DocumentSource, splits: Sequence[str], notes: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What the notes of all units say together."""
+    """The facts for the manifest that follow from the notes of all units."""
     counts = (*COUNTS, "documents", "document_bytes")
     of = {HELD_OUT: source.held_out or source.parts[0]} | dict(zip(splits, source.parts, strict=False))
     found = FileNotes()
@@ -362,13 +362,13 @@ class _Claims:
     """Units that this process or another one is at work on, so that each is made once.
 
     In a folder of this machine a claim is a lock of the system, which ends with its process. In a bucket it is an
-    object that is renewed every BEAT_S. One that was silent for STALE_S is taken over. If its process lives after all,
-    both make the same shards.
+    object that its process renews every BEAT_S. A claim that was not renewed for STALE_S is taken over. If its process
+    lives after all, both processes make the same shards.
     """
 
     def __init__(self, folder: Folder):
         self.folder = folder
-        self._seen: dict[str, tuple[bytes | None, float]] = {}  # foreign claims, and since when they are as they are
+        self._seen: dict[str, tuple[bytes | None, float]] = {}  # other processes' claims, and when each last changed
         self._mine, self._renewed = "", 0.0
 
     @contextlib.contextmanager
@@ -431,7 +431,7 @@ def batches(
 
 
 def read_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The items, of which a thread makes the next one while one is used."""
+    """The items. A thread makes the next one while the caller uses one."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, None)
         while (item := coming.result()) is not None:

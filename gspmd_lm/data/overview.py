@@ -36,7 +36,7 @@ class ShownRow:
     """A row as text. Each segment is a document, a conversation, or one side of a pair; attention stays within it."""
 
     number: int  # in the source
-    segments: Sequence[tuple[str, Sequence[Piece]]]  # what it is, "" for what needs no name, and its text
+    segments: Sequence[tuple[str, Sequence[Piece]]]  # the name of each ("" where it needs none) and its text
     tokens: int
     learnt: int  # of the tokens
     padding: int  # positions without a token

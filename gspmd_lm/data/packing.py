@@ -186,8 +186,8 @@ def random(rows: int, seq: int, vocab: int, seed: Sequence[int]) -> Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """The masks of BERT (arXiv 1810.04805): of the chosen tokens, 80% are masked, 10% are drawn, 10% stay. Or tokens in
-    place of others, without a mask: all chosen ones are drawn.
+    """The masks of BERT (arXiv 1810.04805): of the chosen tokens, 80% become the mask, 10% a drawn token, and 10% stay.
+    Without a mask token, all chosen tokens become drawn ones.
 
     They are a function of `seed` and of the row's number in the sequence of all epochs. So they differ in each epoch,
     and are the same after a restart and in each process.
@@ -195,7 +195,7 @@ class Masks:
 
     mask: int | None  # the id of the mask token; None: a model tells which tokens stand in place of others
     vocab: int  # another token is drawn from [0, vocab)
-    special: tuple[int, ...]  # ids that are never chosen; neither is padding
+    special: tuple[int, ...]  # ids that are never chosen. Padding is never chosen either
     share: float  # of the other tokens, about so many are chosen
     seed: int
 

@@ -23,9 +23,9 @@ OfRecord = Callable[[dict[str, Any], str, str], bytes]
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """A file of a source, and the field of its texts or conversations, or the fields of labelled texts as JSON.
+    """A file of a source, or the lines of a file that begin in a span of it.
 
-    Or the lines of a file that begin in a span of it.
+    field: that of its texts or conversations, or the fields of labelled texts as JSON.
     """
 
     path: Path  # of a copy that is not made yet if `far` is given
@@ -122,7 +122,7 @@ class SourcePart:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentSource:
-    """The documents of files. `fingerprint` is the sha256 over their versions, `size_bytes` the size of the files."""
+    """The documents of files. `fingerprint` is a sha256 over the versions of the files."""
 
     description: str
     notes: str  # lines about files that were skipped or are odd; "" if there are none
@@ -258,7 +258,7 @@ def open_source(
 
 
 def _mark_cuts(texts: Iterator[bytes], lines: formats.Span, whole_bytes: int) -> Iterator[bytes]:
-    """The documents in some lines of a file, of which the first and the last know what is cut there of a text."""
+    """The documents in some lines of a file. The first and the last one are marked if the text goes on beyond them."""
     before = next(texts, None)
     if isinstance(before, readers.Section):
         before.resumes = lines[0] > 0
@@ -337,7 +337,7 @@ def _hash(
 
 
 def _note_oddity(odd: str, name: str, notes: corpus.FileNotes) -> bool:
-    """Whether a file is read, of which `odd` is odd. Notes are told of it."""
+    """Whether a file with an oddity ('': none) is read nevertheless. The oddity is added to the notes."""
     if odd == formats.NOT_UTF8:
         notes.add("not UTF-8, read byte by byte", Path(name))
     elif odd:

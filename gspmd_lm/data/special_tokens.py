@@ -22,7 +22,7 @@ SMALL_FILES = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
-# The files about the tokenizer, the chat templates and the tokens that end an answer.
+# The files of a tokenizer, of chat templates, and of the tokens that end an answer.
 FILES = (
     "tokenizer.json",
     *(name for name in SMALL_FILES if name != MODEL),

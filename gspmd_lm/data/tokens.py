@@ -41,8 +41,8 @@ class TokenSplit:
     weight: float | None  # rows are drawn from splits in proportion to it
     # Conversations have the bits of data/packing.py, labelled texts those of data/labelled.py.
     stream: Stream
-    # How many tokens have no target after them: in documents the ends, in conversations all but those before the
-    # assistant's tokens, in labelled texts all, in pairs those of sources.
+    # How many tokens have no target after them: the ends of documents, all tokens of conversations but those before the
+    # assistant's, all of labelled texts, and those of the sources of pairs.
     ends: int = 0
     cut: int = 0  # labelled texts and pairs of which something was cut
 
@@ -134,7 +134,7 @@ def sizes_name(shard: str) -> str:
 
 
 def damage(folder: Folder, manifest: Mapping[str, Any]) -> str:
-    """What of a folder on this machine differs from its manifest, all bytes looked at; '' if nothing does."""
+    """The first difference between a folder on this machine and its manifest, all bytes compared; '' for none."""
     for facts in (facts for split in manifest["splits"] for facts in split["shards"]):
         for name, sha256 in ((facts["name"], facts["sha256"]), (sizes_name(facts["name"]), facts["sizes_sha256"])):
             try:

@@ -165,7 +165,7 @@ def _tokenizer_of_run(workdir: str) -> str | None:
 
 
 def with_trained_tokenizer(config: Config, progress: Progress | None = None) -> Config:
-    """The config, with a tokenizer that is yet to be trained replaced by one that is trained now. See `of_source`."""
+    """The config, with a tokenizer that is yet to be trained replaced by that of `tokenizer_of_source`."""
     size = trained_size(config.data.tokenizer)
     if size is None:
         return config
