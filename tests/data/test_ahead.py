@@ -11,21 +11,17 @@ import fsspec
 import numpy as np
 import pytest
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import ahead, ahead_process, loader, making, readers, tokenizer
 from gspmd_lm.errors import InputError, RunFailed
 from tests.data.answering import Here
+from tests.data.configs import config_of
 from tests.data.test_tokens import framing
 
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 64}
 END, FILES, DOCUMENTS = 256, 6, 40
 
 
 def _config(source="texts", model=None, **data):
-    data = {"source": source, "batch": 4, "seq": 32, "held_out": 0, "tokenize": "ahead"} | data
-    about = {"name": "x", "model": nest(MODEL | (model or {})), "data": data, "train": {"steps": 1}}
-    return config.from_dict(about, "x")
+    return config_of({"source": source, "batch": 4, "held_out": 0, "tokenize": "ahead"} | data, model)
 
 
 @pytest.fixture(autouse=True)

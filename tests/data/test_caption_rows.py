@@ -7,10 +7,8 @@ import pytest
 
 import gspmd_lm
 from gspmd_lm import InputError
-from gspmd_lm import config as configs
-from gspmd_lm.config import nest
 from gspmd_lm.data import loader
-from tests.data import media
+from tests.data import configs, media
 from tests.data.test_image_rows import drawn
 
 pytest.importorskip("PIL.Image", reason="pip install 'gspmd_lm[vision]'")
@@ -22,19 +20,10 @@ READING = {"objective": "causal", "vision": {"patches": {"image": 8, "size": 4},
 
 
 def config_of(source, *, held_out=0.0, fields=("file", "text"), steps=3, model=(), **data):
-    plain = {
-        "layers": 1, "embed": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 32, "vocab": 257, "context": 16,
-        "norm.kind": "layernorm", "norm.bias": True, "feed_forward.kind": "plain", "feed_forward.activation": "gelu",
-        "positions": "learned",
-        "vision": {"patches": {"image": 8, "size": 4}, "projection": 8}, "compute_dtype": "float32",
-    }  # fmt: skip
-    of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 8, "held_out": held_out, **data}
-    return configs.from_dict(
-        {"name": "captions", "objective": dict(model).pop("objective", "contrastive"),
-         "model": nest(plain | {key: value for key, value in dict(model).items() if key != "objective"}),
-         "data": of_data | {"fields": fields}, "train": {"steps": steps, "eval_batches": 9, "trackers": []},
-         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5}}, "test",
-    )  # fmt: skip
+    own = {"vocab": 257, "context": 16, "vision": {"patches": {"image": 8, "size": 4}, "projection": 8}} | dict(model)
+    of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 8, "held_out": held_out, "fields": fields}
+    how = {"optimizer": {"learning_rate": 1e-2, "warmup_steps": 5}, "steps": steps, "eval_batches": 9, "trackers": []}
+    return configs.config_of(of_data | data, own, own.pop("objective", "contrastive"), configs.MEDIA, **how)
 
 
 @pytest.fixture

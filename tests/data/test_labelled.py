@@ -12,13 +12,10 @@ import pytest
 import tokenizers
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import corpus, labelled, loader
 from gspmd_lm.errors import InputError
+from tests.data.configs import config_of
 
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 256,
-         "attention.mask": "full"}  # fmt: skip
 RECORDS = [{"a": f"one {i}", "b": f'"two" {i}', "label": ("no", "yes", "maybe")[i % 3], "id": i} for i in range(60)]
 PAIR = {"fields": ["a", "b"], "label": "label"}
 
@@ -35,10 +32,9 @@ def _lines(name, records):
 
 
 def _config(classes=3, **data):
-    data = {"source": "a.jsonl", "batch": 8, "seq": 32, "held_out": 0} | PAIR | data
     classes = 1 if data.get("label_kind") == "number" else classes
-    settings = {"name": "x", "objective": "classes", "model": nest(MODEL | {"classes.count": classes}), "data": data}
-    return config.from_dict(settings | {"train": {"steps": 1}}, "x")
+    model = {"vocab": 300, "attention.mask": "full", "classes.count": classes}
+    return config_of({"source": "a.jsonl", "held_out": 0} | PAIR | data, model, "classes")
 
 
 def _open(classes=3, **data):

@@ -13,13 +13,11 @@ from conversations import CHATML, turns, write_tokenizer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import chat, loader, packing
 from gspmd_lm.errors import InputError
+from tests.data.configs import config_of
 
 NAMES = ("tokens", "targets", "segment_ids", "positions", "row")
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 256}
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +28,7 @@ def folder(folder):
 
 
 def _config(vocab=257, **data):
-    data = {"source": "a.jsonl", "batch": 8, "seq": 32, "held_out": 0.1} | data
-    return config.from_dict(
-        {"name": "x", "model": nest(MODEL | {"vocab": vocab}), "data": data, "train": {"steps": 1}}, "x"
-    )
+    return config_of({"source": "a.jsonl", "held_out": 0.1} | data, {"vocab": vocab})
 
 
 def _open(**data):
@@ -302,7 +297,6 @@ def test_bad_conversations(conversations, folder, name, text, settings, message)
 
 
 def test_a_padded_vocabulary_does_not_make_room_for_tokens():
-    model = MODEL | {"vocab": 200, "padded_vocab": 512}
-    padded = config.from_dict({"name": "x", "model": nest(model), "train": {"steps": 1}, "data": {"seq": 32}}, "x")
+    padded = config_of({}, {"vocab": 200, "padded_vocab": 512})
     with pytest.raises(InputError, match=r"model\.vocab=200\n  fix   --set model\.vocab=0"):
         loader.open_loaders(padded)

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import cache, loader, making, packing, sources, tokenizer
 from gspmd_lm.errors import InputError
-
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 256}
+from tests.data.configs import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +25,7 @@ def _entry(letter, weight=None):
 
 
 def _config(*entries, **data):
-    data = {"source": list(entries), "batch": 8, "seq": 32, "held_out": 0} | data
-    return config.from_dict({"name": "x", "model": nest(MODEL), "data": data, "train": {"steps": 100}}, "x")
+    return config_of({"source": list(entries), "held_out": 0} | data, steps=100)
 
 
 def _letters(rows):

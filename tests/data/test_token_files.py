@@ -9,14 +9,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import loader, packing, trained
 from gspmd_lm.data.tokenize import tokenize
 from gspmd_lm.errors import InputError
+from tests.data.configs import config_of
 
 pytestmark = pytest.mark.usefixtures("folder")
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 64}
 END = 256
 FEW = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12]]
 
@@ -28,9 +26,7 @@ def documents():
 
 
 def _config(source, model=None, **data):
-    data = {"source": source, "batch": 8, "seq": 32, "held_out": 0} | data
-    about = {"name": "x", "model": nest(MODEL | (model or {})), "data": data, "train": {"steps": 1}}
-    return config.from_dict(about, "x")
+    return config_of({"source": source, "held_out": 0} | data, model)
 
 
 def _open(source, **settings):

@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import folders, loader, making, readers, shards, tokens, trained
 from gspmd_lm.data.folders import Folder
 from gspmd_lm.data.tokenize import tokenize
 from gspmd_lm.errors import InputError, StoreFailed
 from tests.data import conversations
-
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 1024}
+from tests.data.configs import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +39,7 @@ def bucket():
 
 
 def _config(source, model=None, objective=None, **data):
-    data = {"source": source, "batch": 8, "seq": 128} | data
-    about = {"name": "x", "model": nest(MODEL | (model or {})), "data": data, "train": {"steps": 1}}
-    return config.from_dict(about | ({"objective": objective} if objective else {}), "x")
+    return config_of({"source": source, "seq": 128} | data, {"vocab": 300} | (model or {}), objective)
 
 
 def _make(source="a.jsonl", out="made", progress=None, **settings):

@@ -9,11 +9,9 @@ import pytest
 from etils import epath
 
 from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import chat, loader, sources, tokenizer, trained
 from gspmd_lm.errors import InputError
-
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 0, "context": 256}
+from tests.data.configs import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +22,7 @@ def folder(folder):
 
 
 def _config(data, train=None, **model):
-    data = {"source": "a.jsonl", "batch": 4, "seq": 32} | data
-    return config.from_dict(
-        {"name": "x", "model": nest(MODEL | model), "data": data, "train": {"steps": 1} | (train or {})}, "x"
-    )
+    return config_of({"source": "a.jsonl", "batch": 4} | data, {"vocab": 0} | model, **train or {})
 
 
 def test_vocab_0_is_the_size_of_the_tokenizer_padded_to_128(folder):
