@@ -147,10 +147,11 @@ def copies(
 def beside(address: str, names: Sequence[str], place: str) -> dict[str, bytes]:
     """The small files beside the one at an address, name -> content: those of `names` that there are.
 
-    A name may end in a pattern, such as folder/*.jinja. Raises InputError as `copies` does.
+    A name may end in a pattern, such as folder/*.jinja. Raises InputError as `open_store` does, or if a file cannot be
+    read.
     """
-    store, path = fsspec.core.url_to_fs(address)
-    folder = str(path).rpartition("/")[0]
+    store, path = open_store(address, place)
+    folder = path.rpartition("/")[0]
     with _naming(f"{place}: {address}"):
         found = [f"{folder}/{name}" for name in names if "*" not in name and store.exists(f"{folder}/{name}")]
         for name in names:

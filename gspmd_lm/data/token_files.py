@@ -207,7 +207,8 @@ def _list_paths(named: str, place: str) -> list[str]:
         path = os.path.abspath(files.expand_user(named))
         is_glob = not os.path.lexists(path)
         pattern = path if is_glob else glob.escape(path)
-        paths = sorted(glob.glob(f"{pattern}/*" if os.path.isdir(path) else pattern, recursive=True))
+        found = glob.glob(f"{pattern}/*" if os.path.isdir(path) else pattern, recursive=True)
+        paths = sorted(filter(os.path.isfile, found))  # not a folder, nor a link to nothing
     paths = [path for path in paths if path.endswith((BIN, NPY))]
     if not paths:
         raise InputError(f"{place}: {named} matches no file of tokens\n  fix   give .bin or .npy files, or a folder")

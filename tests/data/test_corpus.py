@@ -10,7 +10,7 @@ import pytest
 
 from gspmd_lm.config import Data
 from gspmd_lm.config.data import Source
-from gspmd_lm.data import corpus, formats, remote, sources
+from gspmd_lm.data import corpus, formats, remote, sources, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import lock
 
@@ -254,8 +254,11 @@ def test_bad_addresses(store, monkeypatch):
 @pytest.mark.parametrize(("address", "package"), [("gs://b/x", "gcsfs"), ("s3://b/x", "s3fs")])
 def test_a_missing_package_is_named(monkeypatch, address, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InputError, match=rf"{address}: a package is missing\n  fix   pip install {package}"):
+    missing = rf": a package is missing\n  fix   pip install {package}"
+    with pytest.raises(InputError, match=address + missing):
         _open(address)
+    with pytest.raises(InputError, match=rf"data\.tokenizer: {address}/gpt2\.tiktoken{missing}"):
+        tokenizer.load_tokenizer(f"{address}/gpt2.tiktoken")
 
 
 def test_the_page_names_every_ending():

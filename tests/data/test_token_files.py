@@ -159,6 +159,11 @@ BAD = {
     "an index of floats": (lambda: _write(b"\0" * 48, kind=6), {}, r"x\.idx: not an index of Megatron-LM for tokens\n"),
     "an index out of order": (lambda: _write(b"\0" * 48, size=2), {}, r"x\.idx: its sequences do not stand one after"),
     "too few tokens": (lambda: _write_bin("x.bin", [1]), {"token_dtype": "uint16"}, r"1 tokens for training are less"),
+    "links to nothing": (
+        lambda: [Path("y.bin").symlink_to("none"), Path("z.bin").mkdir()],
+        {"source": "?.bin"},
+        r"data\.source: \?\.bin matches no file of tokens\n  fix ",
+    ),
     "records": (lambda: _write_megatron("x", FEW), {"messages_field": "m"}, r"data\.messages_field: the tokens of x"),
     "texts beside": (
         lambda: _write_megatron("x", FEW),
