@@ -8,6 +8,7 @@ a note. When there is a note of each unit, the notes become the manifest.
 import array
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -167,29 +168,26 @@ def _compare(folder: Folder, there: Mapping[str, Any], plan: Mapping[str, Any]) 
         )
 
 
+@dataclasses.dataclass(eq=False)
 class _Work:
     """What one process knows of the making of a folder's tokens."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        source: DocumentSource,
-        splits: Sequence[str],
-        units: Sequence[Unit],
-        encoder: Encoder,
-        held_out: float,
-        key: str,
-        progress: Progress | None,
-    ):
-        self.folder, self.source, self.splits, self.units = folder, source, splits, units
-        self.encoder, self.key, self.progress = encoder, key, progress
-        self.claims = _Claims(folder)
+    folder: Folder
+    source: DocumentSource
+    splits: Sequence[str]
+    units: Sequence[Unit]
+    encoder: Encoder
+    held_out: float
+    key: str  # of the plan
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        self.claims = _Claims(self.folder)
         self.left: list[Unit] = []
         self.notes: list[dict[str, Any]] = []  # when all units are made
-        self.dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 and isinstance(encoder, Tokenizer) else "<u4")
-        self._held_out = held_out
+        is_short = self.encoder.vocab_size <= 1 << 16 and isinstance(self.encoder, Tokenizer)
+        self.dtype = np.dtype("<u2" if is_short else "<u4")
         self._began, self._tokens = time.monotonic(), 0
-        self._limits: tuple[int, np.ndarray] | None = None
 
     def is_complete(self) -> bool:
         """Whether all tokens are made. If they are, `notes` has those of all units, unless there is a manifest."""
@@ -226,7 +224,7 @@ class _Work:
         if isinstance(self.encoder, Tokenizer):
             spelled = self.encoder.spelled_end or END_OF_TEXT.encode()
         replaced_before = self.encoder.replaced_bytes
-        up_to, apart = self._held_out_limits()
+        up_to, apart = self._held_out_limits
         notes = self.source.notes_of_read or FileNotes()
         notes.files.clear()
         versions = [file.current_version() for file in unit.files]
@@ -319,18 +317,17 @@ class _Work:
             "sizes_sha256": sizes_sha256,
         }
 
+    @functools.cached_property
     def _held_out_limits(self) -> tuple[int, np.ndarray]:
         """The largest hash of a document that is held out (-1: none is), and the hashes of the files for evaluation."""
-        if self._limits is None:
-            up_to, apart = -1, np.empty(0, np.uint64)
-            if self.source.held_out:
-                apart = ascending_hashes(self.source.walk([self.source.held_out], "reading documents", self.progress))
-            elif self._held_out and self.source.size_bytes <= SURVEYED_BYTES:
-                up_to = _survey(self.source, self._held_out, self.progress)
-            elif self._held_out:
-                up_to = round(self._held_out * (1 << 64)) - 1
-            self._limits = up_to, apart
-        return self._limits
+        up_to, apart = -1, np.empty(0, np.uint64)
+        if self.source.held_out:
+            apart = ascending_hashes(self.source.walk([self.source.held_out], "reading documents", self.progress))
+        elif self.held_out and self.source.size_bytes <= SURVEYED_BYTES:
+            up_to = _survey(self.source, self.held_out, self.progress)
+        elif self.held_out:
+            up_to = round(self.held_out * (1 << 64)) - 1
+        return up_to, apart
 
     def _report(self, unit: Unit, done_bytes: int, made_tokens: int) -> None:
         if self.progress:

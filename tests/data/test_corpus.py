@@ -3,7 +3,6 @@ import os
 import sys
 from pathlib import Path
 
-import fsspec
 import pyarrow
 import pyarrow.ipc
 import pytest
@@ -201,14 +200,10 @@ def test_hashing_tells_how_much_there_is():
 
 
 @pytest.fixture
-def store():
-    found = fsspec.filesystem("memory")
-    found.store.clear()
-    found.pseudo_dirs[:] = [""]
+def store(bucket):
     for name in ("b.txt", "a.jsonl", "sub/c.txt", "x.pdf"):
-        found.pipe(f"/corpus/{name}", b'{"text": "a"}' if name == "a.jsonl" else name.encode())
-    yield found
-    found.store.clear()
+        bucket.pipe(f"/corpus/{name}", b'{"text": "a"}' if name == "a.jsonl" else name.encode())
+    return bucket
 
 
 def test_addresses_are_copied_once(store, monkeypatch):

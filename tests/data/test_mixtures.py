@@ -150,7 +150,7 @@ def test_a_source_of_its_own_for_evaluation(folder):
     assert "v.jsonl" in held_out.description
 
 
-def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatch):
+def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatch, stop):
     copied = [json.dumps({"a": json.loads(line)["v"]}) for line in (folder / "v.jsonl").read_text().splitlines()[:7]]
     with (folder / "a.jsonl").open("a") as file:
         file.write("\n" + "\n".join(copied))
@@ -163,11 +163,6 @@ def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatc
     assert "left out of training: 7 documents that are also in data.held_out" in train.description
     # A build that was stopped goes on to the same.
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
-
-    def stop(what, done_bytes, total_bytes, rate=""):
-        if what == "tokenizing" and done_bytes > 0.8 * total_bytes:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         loader.open_loaders(config_, stop)
     again, _ = loader.open_loaders(config_)

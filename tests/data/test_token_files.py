@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -100,15 +99,14 @@ def test_an_index_says_where_documents_end_though_no_token_does():
     assert "documents end at the token 256 and where an .idx says so" in opened.description
 
 
-def test_each_process_reads_its_share_of_a_bucket(documents, read_sizes):
+def test_each_process_reads_its_share_of_a_bucket(documents, read_sizes, bucket):
     """Of files of 2,000 tokens each: rows are those of local files, however many processes read them."""
     stream = _flat(documents)
     Path("local").mkdir()
     for number, at in enumerate(range(0, len(stream), 2000)):
         _write_bin(f"local/{number}.bin", stream[at : at + 2000])
     Path("local/README").write_text("not read")
-    store = fsspec.filesystem("memory")
-    store.put("local", "/tokens", recursive=True)
+    bucket.put("local", "/tokens", recursive=True)
     settings = {"token_dtype": "uint16", "held_out": 0.1}
     local, far = (_open(source, **settings) for source in ("local", "memory://tokens"))
     assert local[0].fingerprint == far[0].fingerprint == _open("memory://tokens/*.bin", **settings)[0].fingerprint
@@ -121,7 +119,6 @@ def test_each_process_reads_its_share_of_a_bucket(documents, read_sizes):
             parts = [far[0].rows_at(step, rows)["tokens"] for step in range(len(whole))]
             assert (np.stack(parts) == whole[:, rows]).all()
             assert sum(read_sizes) < 1.05 * 2 * 33 / 32 * whole[:, rows].size
-    store.rm("/tokens", recursive=True)
 
 
 def test_files_of_several_sources_and_files_for_evaluation(documents):

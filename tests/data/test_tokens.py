@@ -7,7 +7,6 @@ import threading
 import time
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 import tokenizers
@@ -27,15 +26,6 @@ def folder(folder):
         texts = ["".join(map(chr, draw.integers(97, 123, draw.integers(1, 900)))) for _ in range(count)]
         Path(f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return folder
-
-
-@pytest.fixture
-def bucket():
-    found = fsspec.filesystem("memory")
-    found.store.clear()
-    found.pseudo_dirs[:] = [""]
-    yield found
-    found.store.clear()
 
 
 def _config(source, model=None, objective=None, **data):
