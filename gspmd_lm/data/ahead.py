@@ -256,20 +256,12 @@ class AheadLoader:
     rows: AheadRows
     in_order: Loader  # of the same rows
     say: Callable[[str], None]
+    description: str  # for the user: what is read
+    fingerprint: str  # equal only for equal rows
 
     epochs_per_step = 0.0  # how many rows there are is not known
     tokenizer: Path | None = None
     classes: tuple[str, ...] = ()
-
-    @property
-    def description(self) -> str:
-        """For the user: what is read."""
-        return self.in_order.description
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal only for equal rows."""
-        return self.in_order.fingerprint
 
     def batches(
         self, start_step: int, shardings: Mapping[str, jax.sharding.Sharding], stop_step: int | None = None
@@ -363,7 +355,7 @@ def _open_training(config: Config, progress: sources.Progress | None, say: Calla
         fingerprint=f"ahead-{hashlib.sha256(about.encode()).hexdigest()[:24]}",
         token_masks=token_masks(config, encoder),
     )
-    return AheadLoader(rows, loader, say)
+    return AheadLoader(rows, loader, say, loader.description, loader.fingerprint)
 
 
 def _check(config: Config) -> None:

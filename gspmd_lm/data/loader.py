@@ -75,8 +75,8 @@ class Loader:
     def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """The source rows of the rows `batch_rows` of a step's batch; -1 for padding."""
         place = self._row_of_mixture if self.shares else self._row_of_epochs
-        numbers = [step * self.batch + row if row < self.batch else None for row in map(int, batch_rows)]
-        return np.asarray([-1 if number is None else place(number) for number in numbers], np.int64)
+        found = [place(step * self.batch + row) if row < self.batch else -1 for row in map(int, batch_rows)]
+        return np.asarray(found, np.int64)
 
     def _row_of_epochs(self, number: int) -> int:
         """The source row that is row `number` of the endless sequence of epochs; -1 after the only one."""
