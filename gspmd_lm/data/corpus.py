@@ -30,17 +30,17 @@ _SHOWN = 3  # names of skipped files
 class FileNotes:
     """What a user should know of some files: those that are skipped, and those that are odd."""
 
-    files: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
+    files: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # paths and addresses
 
-    def skip(self, reason: str, path: Path) -> None:
-        self.add(f"skipped, {reason}", path)
+    def skip(self, reason: str, name: Path | str) -> None:
+        self.add(f"skipped, {reason}", name)
 
-    def add(self, what: str, path: Path) -> None:
-        self.files.setdefault(what, []).append(path)
+    def add(self, what: str, name: Path | str) -> None:
+        self.files.setdefault(what, []).append(str(name))
 
     def __str__(self) -> str:
         """One line for each kind of note; "" if there is none."""
-        return "\n".join(f"{what}: {list_names(paths)}" for what, paths in self.files.items())
+        return "\n".join(f"{what}: {list_names(names)}" for what, names in self.files.items())
 
 
 def files(
@@ -101,10 +101,10 @@ def absolute(name: str) -> str:
     return " ".join(words) if len(words) == 1 or not any(" " in word for word in words) else name
 
 
-def list_names(paths: Sequence[Path]) -> str:
+def list_names(files: Sequence[Path | str]) -> str:
     """How many files, and the names of the first."""
-    names = ", ".join(map(str, paths[:_SHOWN]))
-    return f"{len(paths):,} files ({names}, ...)" if len(paths) > _SHOWN else names
+    names = ", ".join(map(str, files[:_SHOWN]))
+    return f"{len(files):,} files ({names}, ...)" if len(files) > _SHOWN else names
 
 
 def _words(name: str) -> list[str]:

@@ -135,7 +135,11 @@ def oddity(path: Path) -> str:
     if kind is None or not kind.compressible:
         return ""
     with _reading(path), readers.open_text(path) as file:
-        start = file.read(readers.SECTION_BYTES)
+        return oddity_of(file.read(readers.SECTION_BYTES))
+
+
+def oddity_of(start: bytes) -> str:
+    """What is odd about a text that begins with these up to SECTION_BYTES: BINARY, NOT_UTF8 or ""."""
     if b"\0" in start:
         return BINARY
     try:

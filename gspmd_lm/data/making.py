@@ -258,9 +258,8 @@ class _Work:
             raise InputError("data.source: its files changed while they were read\n  fix   start again")
         self._tokens += sum(one.length for one in made.values())
         facts = {name: self._write(f"{name}-{unit.number:05d}.npy", one) for name, one in made.items() if one.length}
-        said = {what: [str(path) for path in paths] for what, paths in notes.files.items()}
         counts["replaced_bytes"] = self.encoder.replaced_bytes - replaced_before
-        return {**counts, "shards": facts, "notes": said}
+        return {**counts, "shards": facts, "notes": dict(notes.files)}
 
     def _add(self, made: _Made, ids: np.ndarray) -> None:
         """Adds the tokens of a record, or of a section of a text. A text that begins gets its first tokens."""
@@ -345,8 +344,8 @@ def tokens_of_notes(
     counts = (*COUNTS, "documents", "document_bytes")
     of = {HELD_OUT: source.held_out or source.parts[0]} | dict(zip(splits, source.parts, strict=False))
     found = FileNotes()
-    for what, path in ((what, path) for note in notes for what, paths in note["notes"].items() for path in paths):
-        found.add(what, Path(path))
+    for what, name in ((what, name) for note in notes for what, names in note["notes"].items() for name in names):
+        found.add(what, name)
     splits_of_notes = []
     for name in splits:
         made = [note["shards"][name] for note in notes if name in note["shards"]]

@@ -124,10 +124,10 @@ def records(
                 if progress and count % NOTED == 0:
                     progress(f"reading {what} of {path}", 0, 0)
                 yield path, where, record
-        for reason, paths in skipped.files.items():
-            for path in paths:
-                if path.suffix.lower() not in endings:
-                    notes.add(reason, path)
+        for reason, names in skipped.files.items():
+            for name in names:
+                if not name.lower().endswith(tuple(endings)):
+                    notes.add(reason, name)
 
 
 def content_of(table: Path, where: str, record: dict[str, Any], name: str, what: str) -> tuple[str, bytes, Path | None]:

@@ -71,6 +71,11 @@ class RemoteFile:
                     path.write_bytes(self.store.cat_file(self.name, *span))
             yield path
 
+    def read_start(self, size: int) -> bytes:
+        """The first bytes of the file."""
+        with _naming(f"{self.place}: {self.address}"):
+            return self.store.cat_file(self.name, 0, size)
+
     def whole_lines(self, span: formats.Span) -> formats.Span:
         """From the first of the lines that begin in a span of the file to behind the last of them."""
         with (
@@ -99,7 +104,7 @@ def open_store(address: str, place: str, **options: Any) -> tuple[Any, str]:
     return store, str(path)
 
 
-def listing(address: str, place: str, skip: Callable[[str, Path], None] = lambda *_: None) -> list[RemoteFile]:
+def listing(address: str, place: str, skip: Callable[[str, str], None] = lambda *_: None) -> list[RemoteFile]:
     """The files of known formats at an address: a file, a folder or a glob. None of them is copied.
 
     Raises an InputError that begins with `place` if a package is missing, or if the address matches nothing.
@@ -110,7 +115,7 @@ def listing(address: str, place: str, skip: Callable[[str, Path], None] = lambda
         facts = {name: store.info(name) for name in names if formats.format_of(Path(name))}
     for name in names:
         if name not in facts:
-            skip("unknown ending", Path(f"{kind}://{name}"))
+            skip("unknown ending", f"{kind}://{name}")
     found = []
     for name, about in facts.items():
         version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
@@ -119,7 +124,7 @@ def listing(address: str, place: str, skip: Callable[[str, Path], None] = lambda
 
 
 def copies(
-    address: str, place: str, skip: Callable[[str, Path], None] = lambda *_: None, progress: Progress | None = None
+    address: str, place: str, skip: Callable[[str, str], None] = lambda *_: None, progress: Progress | None = None
 ) -> list[Path]:
     """Local copies of the files of known formats at an address: a file, a folder or a glob.
 

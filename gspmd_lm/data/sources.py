@@ -49,15 +49,17 @@ class SourceFile:
         """The file in parts of so many bytes, where it can be read in parts."""
         if self.size_bytes <= most_bytes:
             return [self]
-        if self.far:
-            start = self.far.store.cat_file(self.far.name, 0, 4)
-        else:
-            with self.path.open("rb") as file:
-                start = file.read(4)
         return [
             dataclasses.replace(self, span=span, size_bytes=span[1] - span[0]) if span else self
-            for span in formats.spans(self.path, start, self.size_bytes, most_bytes)
+            for span in formats.spans(self.path, self.read_start(4), self.size_bytes, most_bytes)
         ]
+
+    def read_start(self, size: int) -> bytes:
+        """The first bytes of the whole file."""
+        if self.far:
+            return self.far.read_start(size)
+        with self.path.open("rb") as file:
+            return file.read(size)
 
     def current_version(self) -> str:
         """Another one if a file on this machine is changed."""
@@ -176,12 +178,11 @@ class DocumentSource:
     def _of(self, file: SourceFile) -> Iterator[bytes]:
         lines = file.whole_lines()
         with file.local(lines) as (path, span):
-            if (
-                self.notes_of_read
-                and not span
-                and not _note_oddity(formats.oddity(path), file.name, self.notes_of_read)
-            ):
-                return
+            if self.notes_of_read:
+                odd = formats.oddity_of(file.read_start(readers.SECTION_BYTES)) if lines else formats.oddity(path)
+                is_said = lines is not None and lines[0] > 0  # of an earlier part
+                if not _note_oddity(odd, file.name, corpus.FileNotes() if is_said else self.notes_of_read):
+                    return
             if self.of_record is None:
                 texts = formats.texts(path, file.field, span, file.name)
                 for text in _mark_cuts(texts, lines, file.whole_bytes) if lines else texts:
@@ -339,9 +340,9 @@ def _hash(
 def _note_oddity(odd: str, name: str, notes: corpus.FileNotes) -> bool:
     """Whether a file with an oddity ('': none) is read nevertheless. The oddity is added to the notes."""
     if odd == formats.NOT_UTF8:
-        notes.add("not UTF-8, read byte by byte", Path(name))
+        notes.add("not UTF-8, read byte by byte", name)
     elif odd:
-        notes.skip(odd, Path(name))
+        notes.skip(odd, name)
     return odd in ("", formats.NOT_UTF8)
 
 
@@ -356,5 +357,5 @@ def _list_files(
             file = SourceFile(path, field, path.stat().st_size, "")
             file = dataclasses.replace(file, version=f"{path.name} {file.current_version()}")
         if not file.size_bytes:
-            notes.skip("empty", path)
+            notes.skip("empty", file.name)
         yield file if file.size_bytes else None

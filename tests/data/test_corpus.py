@@ -208,7 +208,7 @@ def store(bucket):
 
 def test_addresses_are_copied_once(store, monkeypatch):
     assert _read("memory://corpus") == ["a", "b.txt", "sub/c.txt"]
-    assert "unknown ending: memory:/corpus/x.pdf" in _open("memory://corpus").notes
+    assert "unknown ending: memory:///corpus/x.pdf" in _open("memory://corpus").notes
     monkeypatch.setattr(remote, "_blocks", lambda *_: pytest.fail("copied again"))
     assert _read("memory://corpus/*.txt") == ["b.txt"] and _read("memory://corpus/b.txt") == ["b.txt"]
 

@@ -407,16 +407,24 @@ def test_ends_that_are_spelled_where_they_end_nothing_are_said(folder):
     )
 
 
-def test_binary_and_empty_files_are_skipped_and_said(folder, monkeypatch):
+def test_binary_and_empty_files_are_skipped_and_said(folder, monkeypatch, bucket):
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_bytes(b"\0\1\2" * 50)
     (folder / "texts" / "b.txt").write_bytes(b"")
     (folder / "texts" / "c.txt").write_bytes(b"words " * 90)
     shutil.copytree("texts", "texts/more")
+    (folder / "texts" / "large.txt").write_bytes(b"\0\1\2\n" * 300)  # is read in parts
+    (folder / "texts" / "odd.txt").write_bytes(b"\xe4\n" * 200 + b"\0\n" * 200)
+    bucket.put("texts", "/texts", recursive=True)
     monkeypatch.setattr(making, "UNIT_BYTES", 300)
-    said = _make("texts", held_out=0)
-    assert "skipped, binary: texts/a.txt, texts/more/a.txt" in said and "2 documents" in said[0]
-    assert "skipped, empty: texts/b.txt, texts/more/b.txt" in said
+    monkeypatch.setattr(readers, "SECTION_BYTES", 200)
+    for source, at in (("texts", "texts/"), ("memory:///texts", "memory:///texts/")):
+        made, *said, _ = _make(source, at.replace("/", "_").replace(":", ""), held_out=0)
+        assert "1,883 tokens of 9 documents" in made and sorted(said) == [
+            f"not UTF-8, read byte by byte: {at}odd.txt",
+            f"skipped, binary: {at}a.txt, {at}large.txt, {at}more/a.txt",
+            f"skipped, empty: {at}b.txt, {at}more/b.txt",
+        ]
 
 
 @pytest.mark.parametrize(
