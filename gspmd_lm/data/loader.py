@@ -358,16 +358,18 @@ def _shares(parts: Sequence[TokenSplit]) -> tuple[int, ...]:
 def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Loader | None]:
     """The loaders of random rows. As many held-out rows are drawn as rows for training. The mask token is 0."""
     data, vocab, mask = config.data, config.model.vocab, 0 if config.objective == "masked" else None
-    if count * (data.seq + 1) > MOST_RANDOM_TOKENS:
+    seq2seq = config.model.encoder is not None
+    row_tokens = config.source_seq + data.seq if seq2seq else data.seq + 1
+    if count * row_tokens > MOST_RANDOM_TOKENS:
+        sizes = f"data.seq={data.seq:,}" + f" and data.source_seq={config.source_seq:,}" * seq2seq
         raise InputError(
-            f"data.source: random:{count} in rows of data.seq={data.seq:,} is more than {MOST_RANDOM_TOKENS:,} tokens, "
-            f"which would be drawn at once\n  fix   random:{max(MOST_RANDOM_TOKENS // (data.seq + 1), 1)} or less"
+            f"data.source: random:{count} in rows of {sizes} is more than {MOST_RANDOM_TOKENS:,} tokens, "
+            f"which would be drawn at once\n  fix   random:{max(MOST_RANDOM_TOKENS // row_tokens, 1)} or less"
         )
 
     def split_loader(training: bool) -> Loader:
         use, seed = ("training", data.seed) if training else ("evaluation", 0)
         of_rows = data.seed % 2**63, int(not training)
-        seq2seq = config.model.encoder is not None
         return Loader(
             rows=pairs.random(count, config, of_rows) if seq2seq else packing.random(count, data.seq, vocab, of_rows),
             batch=data.batch,
@@ -379,7 +381,7 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
             + (f"-{config.source_seq}" if seq2seq else "")
             + (f"-{config.objective} {data.masked_share}" if masked else ""),
             token_masks=packing.Masks(mask, vocab, (), data.masked_share, seed) if masked else None,
-            tokens=count * (config.source_seq + data.seq if seq2seq else data.seq + 1),
+            tokens=count * row_tokens,
         )
 
     return split_loader(True), split_loader(False) if data.held_out_share else None

@@ -219,7 +219,8 @@ def open_source(
         paths = _files_of(group, "data.source", columns, notes, progress, uncopied)
         for path in [path for path in paths if path[0].resolve() in kept_out]:
             paths.remove(path)
-            notes.skip("held out", path[0])
+            far = (uncopied or {}).get(path[0])
+            notes.skip("held out", far.address if far else path[0])
         files_of_groups.append(paths)
     every = [one for paths in (*files_of_groups, held_out) for one in paths]
     if of_record:

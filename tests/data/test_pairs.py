@@ -91,6 +91,7 @@ def test_random_pairs_fill_their_rows():
         ({"fields": ["from"]}, r"objective: seq2seq needs data.fields=\[source, text\]"),
         ({"label": "id"}, "without data.label"),
         ({"fields": ["from", "too"]}, "no field too"),
+        ({"source": "random:60000000", "fields": [], "source_seq": 32}, "fix   random:22369621 or less"),
         ({"source_seq": 1}, "data.source_seq=1: a text has 1 special tokens"),
     ],
 )
