@@ -203,15 +203,7 @@ def tokenizer_of_source(
 def _sample(source: DocumentSource, progress: Progress | None) -> Iterator[bytes]:
     """The documents to train a tokenizer on: of a large source every second, every third, ..."""
     every = -(-source.size_bytes // MOST_BYTES)
-    for document in itertools.islice(
-        source.walk(source.parts, "training the tokenizer", progress), every - 1, None, every
-    ):
-        if isinstance(document, TokenIds):
-            raise InputError(
-                f"{document.place}: tokens, on which no tokenizer is trained\n"
-                "  fix   set data.tokenizer to the one that they were made with"
-            )
-        yield document
+    return itertools.islice(source.walk(source.parts, "training the tokenizer", progress), every - 1, None, every)
 
 
 def train_tokenizer(
@@ -220,7 +212,7 @@ def train_tokenizer(
     """A byte-level BPE tokenizer of at most `vocab_size` tokens, trained on the documents and saved as `path`.
 
     special: its special tokens, an end token among them. A small source may give fewer tokens. Raises InputError if
-    `path` exists, or if `vocab_size` is too small for 256 bytes and the special tokens.
+    `path` exists, if `vocab_size` is too small for 256 bytes and the special tokens, or if a document is tokens.
     """
     path = files.expand_user(path)
     if path.exists():
@@ -241,10 +233,19 @@ def train_tokenizer(
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator((document.decode("utf-8", "replace") for document in documents), trainer)
+    bpe.train_from_iterator(map(_decode_text, documents), trainer)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, bpe.to_str())
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({files.reason(error)})\n  fix   choose another name") from error
     return load_tokenizer(str(path))
+
+
+def _decode_text(document: bytes) -> str:
+    if isinstance(document, TokenIds):
+        raise InputError(
+            f"{document.place}: tokens, on which no tokenizer is trained\n"
+            "  fix   set data.tokenizer to the one that they were made with"
+        )
+    return document.decode("utf-8", "replace")

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gspmd_lm.data import loader, packing, trained
+from gspmd_lm.data import loader, packing, sources, trained
 from gspmd_lm.data.tokenize import tokenize
 from gspmd_lm.errors import InputError
 from tests.data.configs import config_of
@@ -216,3 +216,5 @@ def test_tokens_are_not_made_of_tokens():
     Path("x.jsonl").write_text('{"text": [1, 2]}\n')
     with pytest.raises(InputError, match=r"x\.jsonl:1: tokens, on which no tokenizer is trained\n  fix "):
         _open("x.jsonl", tokenizer="bpe:300", model={"vocab": 300})
+    with pytest.raises(InputError, match=r"x\.jsonl:1: tokens, on which no tokenizer is trained\n  fix "):
+        trained.train_tokenizer(sources.open_source(_config("x.jsonl").data).documents(), 300, "new.json")
