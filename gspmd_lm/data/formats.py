@@ -111,8 +111,13 @@ def say_once(message: str) -> None:
 
 
 def whole(path: Path, field: str) -> bytes:
-    """All documents of a file as one text. Raises InputError as `texts` does."""
-    return (b"" if format_of(path) == _PLAIN else b"\n").join(texts(path, field))
+    """All documents of a file as one text. Raises InputError as `texts` does, and for a document that is tokens."""
+    documents = [*texts(path, field)]
+    for document in documents:
+        if isinstance(document, readers.TokenIds):
+            fix = "set data.text_field to a field with text, or name another file"
+            raise InputError(f"{document.place}: {field} is a list of tokens, not text\n  fix   {fix}")
+    return (b"" if format_of(path) == _PLAIN else b"\n").join(documents)
 
 
 def records(path: Path, columns: Sequence[str] = (), span: Span | None = None) -> Iterator[readers.Row]:

@@ -124,6 +124,13 @@ def test_json(tmp_path):
         _texts(path, '[{"text": {}, "id": "x"}]')
 
 
+def test_a_file_of_tokens_is_no_text_as_a_whole(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": [1, 2]}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl:2: text is a list of tokens, not text\n  fix "):
+        formats.whole(tmp_path / "a.jsonl", "text")
+    assert len(_texts(tmp_path / "a.jsonl")) == 2
+
+
 def test_csv(tmp_path):
     path = tmp_path / "a.csv"
     content = 'id,text\n1,"two\nlines, ""quoted"""\n\n2,\n3,' + "long " * 50_000
