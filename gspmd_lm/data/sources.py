@@ -216,11 +216,13 @@ def open_source(
     groups = [(one,) for one in data.sources] if data.sources[0].weight else [data.sources]
     files_of_groups = []
     for group in groups:
-        paths = _files_of(group, "data.source", columns, notes, progress, uncopied)
-        for path in [path for path in paths if path[0].resolve() in kept_out]:
-            paths.remove(path)
-            far = (uncopied or {}).get(path[0])
-            notes.skip("held out", far.address if far else path[0])
+        paths = []
+        for path, field in _files_of(group, "data.source", columns, notes, progress, uncopied):
+            if path.resolve() in kept_out:
+                far = (uncopied or {}).get(path)
+                notes.skip("held out", far.address if far else path)
+            else:
+                paths.append((path, field))
         files_of_groups.append(paths)
     every = [one for paths in (*files_of_groups, held_out) for one in paths]
     if of_record:
