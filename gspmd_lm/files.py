@@ -225,6 +225,11 @@ def check_folder(name: str, folder: Path) -> None:
         raise InputError(f"{name}{folder}: {at} cannot be written in\n  fix   give another folder")
 
 
+def expand_user(path: str | Path) -> Path:
+    """A path with the home folder in the place of ~. A name such as ~draft, which is no user's, stays as it is."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises RuntimeError for such a name
+
+
 def is_remote(path: epath.PathLike) -> bool:
     """Whether a path belongs to an object store, as gs://bucket/name does."""
     return "://" in os.fspath(path)

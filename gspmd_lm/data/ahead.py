@@ -38,8 +38,8 @@ MOST_LANES = 32  # a process may read all of them, and holds two chunks of each
 UNITS = 4 * MOST_LANES  # of a source at least, where they are not smaller than LEAST_UNIT_BYTES
 LEAST_UNIT_BYTES = 1024 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024  # of texts
-_RATE_STEPS = 8  # after so many, of which the first does not count, the rate is said
-_KEPT_PLACES = 4096  # of a lane: batches are read ahead, so that it may stand behind the step that is saved
+_RATE_STEPS = 8  # steps after which the rate is said; the first one is not measured
+_KEPT_PLACES = 4096  # of a lane: a checkpoint needs an earlier place, since batches are read ahead of its step
 _log = logging.getLogger(__name__)
 
 
@@ -61,7 +61,6 @@ class Process:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
-        self.pid = self._process.pid
         self._pool = ThreadPoolExecutor(1)
         self._pool.submit(self._write, work)
         self.tokens, self.taken_s = 0, 0.0
@@ -80,7 +79,7 @@ class Process:
         try:
             self._write(pickle.dumps(request))
             answer = pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError) as error:
+        except (EOFError, pickle.UnpicklingError, BrokenPipeError) as error:
             raise RunFailed(
                 f"data.tokenize=ahead: a process that tokenizes ended with code {self._process.wait()}\n"
                 "  fix   see its lines above, and that there is memory; then the same command goes on"
@@ -149,7 +148,7 @@ class _Lane:
 
 
 class AheadRows:
-    """Rows by their number in the course of a run, which are read in ascending order."""
+    """Rows that are known by their number in the run, and are read in the order of their numbers."""
 
     stream = packing.InMemory(np.empty(0, np.uint32))  # rows come from no stream for which a thread would wait
 
@@ -178,7 +177,7 @@ class AheadRows:
         return packing.documents(packing.InMemory(stream), self.seq, self._end, self._begins)
 
     def tell(self, chunk: Chunk) -> None:
-        """Says of a chunk what its tokenizer could not encode, and which files of its unit are skipped or odd."""
+        """Warns of what the tokenizer could not encode in a chunk, and of files of its unit that are skipped or odd."""
         if chunk.replaced_bytes:
             _log.warning("the tokenizer has no token for %d bytes or characters of a text", chunk.replaced_bytes)
         for line in chunk.notes.splitlines():
@@ -257,27 +256,19 @@ class AheadLoader:
     rows: AheadRows
     in_order: Loader  # of the same rows
     say: Callable[[str], None]
+    description: str  # for the user: what is read
+    fingerprint: str  # equal only for equal rows
 
     epochs_per_step = 0.0  # how many rows there are is not known
     tokenizer: Path | None = None
     classes: tuple[str, ...] = ()
-
-    @property
-    def description(self) -> str:
-        """For the user: what is read."""
-        return self.in_order.description
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal only for equal rows."""
-        return self.in_order.fingerprint
 
     def batches(
         self, start_step: int, shardings: Mapping[str, jax.sharding.Sharding], stop_step: int | None = None
     ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
         """Pairs of a step and its arrays, as `Loader.batches` gives them. The processes end with the generator.
 
-        After some steps it is said how fast texts are tokenized, beside what the steps would read without waiting.
+        After some steps `say` is told how fast texts are tokenized, and how fast the steps use them without waiting.
         """
         used_s: list[float] = []  # by each step, until it asked for the next one
         try:
@@ -321,8 +312,8 @@ def open_ahead(
 ) -> tuple[AheadLoader, Loader | None]:
     """The loader of the training rows of texts that are tokenized ahead, and that of the files for evaluation.
 
-    The tokens of these are made before, and kept. `say` is told the rate of the others. Raises InputError if `data`
-    names something else than texts, or asks for what is not known before they are read.
+    The tokens for evaluation are made before the run, and kept. `say` is told the rate of tokenizing for training.
+    Raises InputError if `data` names something else than texts, or asks for what is not known before they are read.
     """
     _check(config)
     train_rows = _open_training(config, progress, say)
@@ -364,7 +355,7 @@ def _open_training(config: Config, progress: sources.Progress | None, say: Calla
         fingerprint=f"ahead-{hashlib.sha256(about.encode()).hexdigest()[:24]}",
         token_masks=token_masks(config, encoder),
     )
-    return AheadLoader(rows, loader, say)
+    return AheadLoader(rows, loader, say, loader.description, loader.fingerprint)
 
 
 def _check(config: Config) -> None:

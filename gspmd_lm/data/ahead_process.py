@@ -54,7 +54,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(work: Work, encoder: Tokenizer, unit: Unit, skipped: int) -> Iterator[Chunk]:
-    """The chunks of a unit without so many of the first, which are read and not tokenized."""
+    """The chunks of a unit, without the first `skipped` ones, which are read and not tokenized."""
     notes = work.source.notes_of_read
     if notes:
         notes.files.clear()

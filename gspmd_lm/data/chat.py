@@ -16,7 +16,7 @@ from gspmd_lm.data.messages import FLAGS, KEYWORDS, LISTS, Message, check_messag
 from gspmd_lm.data.packing import LAST, TARGET
 from gspmd_lm.errors import InputError, did_you_mean
 
-Part = tuple[str, list[Span]]  # a text, and what is learnt of it
+Part = tuple[str, list[Span]]  # a text, and the spans of it that are learnt
 
 # In training data, a template that asks for today's date gets this one, so that rows do not depend on the day.
 DATA_DATE = datetime.datetime(2025, 1, 1)

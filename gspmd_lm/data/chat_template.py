@@ -177,7 +177,7 @@ class _Renderer:
                 process.stdin.write(pickled)
                 process.stdin.flush()
                 answers = pickle.load(process.stdout)
-            except (EOFError, BrokenPipeError) as error:
+            except (EOFError, pickle.UnpicklingError, BrokenPipeError) as error:
                 code = process.wait()
                 self.stop()
                 raise _Failed(

@@ -18,7 +18,7 @@ from gspmd_lm.config.paths import cache_folder, download, read_text, readable_en
 from gspmd_lm.data import formats, remote
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.files import json_object, replace
+from gspmd_lm.files import expand_user, json_object, replace
 from gspmd_lm.workdir import layout
 
 STDLIB, STDLIB_PAIRS = "stdlib", "stdlib:pairs"
@@ -30,17 +30,17 @@ _SHOWN = 3  # names of skipped files
 class FileNotes:
     """What a user should know of some files: those that are skipped, and those that are odd."""
 
-    files: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
+    files: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # paths and addresses
 
-    def skip(self, reason: str, path: Path) -> None:
-        self.add(f"skipped, {reason}", path)
+    def skip(self, reason: str, name: Path | str) -> None:
+        self.add(f"skipped, {reason}", name)
 
-    def add(self, what: str, path: Path) -> None:
-        self.files.setdefault(what, []).append(path)
+    def add(self, what: str, name: Path | str) -> None:
+        self.files.setdefault(what, []).append(str(name))
 
     def __str__(self) -> str:
         """One line for each kind of note; "" if there is none."""
-        return "\n".join(f"{what}: {list_names(paths)}" for what, paths in self.files.items())
+        return "\n".join(f"{what}: {list_names(names)}" for what, names in self.files.items())
 
 
 def files(
@@ -97,14 +97,14 @@ def absolute(name: str) -> str:
     """The absolute path of a file, folder or glob; the name itself of what has none. Several names stay several."""
     if name in (STDLIB, STDLIB_PAIRS) or name.startswith("random:") or "://" in name:
         return name
-    words = [str(Path(word).expanduser().absolute()) for word in _words(name)]
+    words = [str(expand_user(word).absolute()) for word in _words(name)]
     return " ".join(words) if len(words) == 1 or not any(" " in word for word in words) else name
 
 
-def list_names(paths: Sequence[Path]) -> str:
+def list_names(files: Sequence[Path | str]) -> str:
     """How many files, and the names of the first."""
-    names = ", ".join(map(str, paths[:_SHOWN]))
-    return f"{len(paths):,} files ({names}, ...)" if len(paths) > _SHOWN else names
+    names = ", ".join(map(str, files[:_SHOWN]))
+    return f"{len(files):,} files ({names}, ...)" if len(files) > _SHOWN else names
 
 
 def _words(name: str) -> list[str]:
@@ -115,7 +115,7 @@ def _words(name: str) -> list[str]:
 
 
 def _matching(name: str) -> list[Path]:
-    path = Path(name).expanduser()
+    path = expand_user(name)
     if not name.strip():
         return []
     if os.path.lexists(path):  # a name may hold the characters of globs, such as [1]
@@ -132,7 +132,7 @@ def _local(name: str, whole_name: str, place: str, notes: FileNotes) -> Iterator
         fix = "give a folder, a file, a glob, stdlib or random:ROWS; several as [a, b]"
         fix = download(name, fix, repo_type="dataset")
         raise InputError(f"{place}: {whole_name} matches no file{part}{hint or near}\n  fix   {fix}")
-    alone = matching == [Path(name).expanduser()]
+    alone = matching == [expand_user(name)]
     for path in matching:
         if path.is_dir():
             yield from _walk(path, place, notes)
@@ -144,7 +144,7 @@ def _local(name: str, whole_name: str, place: str, notes: FileNotes) -> Iterator
 
 def _readable(path: Path, notes: FileNotes) -> Iterator[Path]:
     """The path, unless it cannot hold documents."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises OSError for a link into a folder that may not be entered
         notes.skip("no file, or a link to nothing", path)
     elif formats.format_of(path) is None:
         notes.skip("unknown ending", path)
@@ -228,7 +228,8 @@ def _standard_library(place: str) -> list[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # os.walk does not enter the others
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    paths = sorted((path for path in paths if path.stat().st_size), key=lambda path: path.relative_to(root).as_posix())
+    paths = [path for path in paths if path.is_file() and path.stat().st_size]
+    paths.sort(key=lambda path: path.relative_to(root).as_posix())
     if not paths:
         raise InputError(f"{place}: stdlib: no .py files in {root}\n  fix   give a folder of text files")
     return paths

@@ -19,10 +19,10 @@ from gspmd_lm.data import remote
 from gspmd_lm.errors import InputError, StoreFailed
 from gspmd_lm.units import human_duration
 
-MAKING = "making"  # the folder in one that is being made, with what is removed when it is complete
+MAKING = "making"  # the subfolder of files that are removed when a folder of tokens is complete
 _MOST_OPEN = 128  # files of one folder
 _TRIES = 100  # to write a file; each of the other processes may be in the way once or twice
-PATIENCE_S, PAUSE_S = 300.0, 2.0  # for how long, and how often, a store is asked again that has answered before
+PATIENCE_S, PAUSE_S = 300.0, 2.0  # how long, and after what pauses, a store that has answered before is asked again
 _log = logging.getLogger(__name__)
 
 
@@ -119,7 +119,7 @@ class Folder:
         """Writes a file if there is none of this name. Of several processes that do so at once, one is told True."""
         try:
             if self.is_local:
-                self._put(content, name, os.link)
+                self._put(content, name, _link)
             else:
                 store, path = self._store
                 with self._naming(name):
@@ -178,8 +178,19 @@ class Folder:
             ) from error
 
 
+def _link(new: Path, place: Path) -> None:
+    """Puts a new file in a place where there is none, or raises FileExistsError."""
+    try:
+        os.link(new, place)
+    except (FileExistsError, FileNotFoundError):
+        raise
+    except OSError:  # a file system without links to files, such as a mounted bucket
+        with place.open("xb") as file:
+            file.write(new.read_bytes())
+
+
 class _Patience:
-    """Asks a store again that does not answer any more, from several threads."""
+    """Asks a store again that has answered before and does not answer now. Several threads may ask at once."""
 
     def __init__(self) -> None:
         self._has_answered, self._failing_since = False, 0.0  # 0.0: it answers
@@ -211,7 +222,7 @@ class _Patience:
 
 
 class _OpenFiles:
-    """Files that are kept open to read parts of them. The one that was not read for the longest time is closed."""
+    """Files that are kept open, because parts of them are read. The least recently read one is closed first."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # file descriptors; the file that was read last stands last

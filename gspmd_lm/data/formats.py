@@ -21,7 +21,7 @@ class Format(NamedTuple):
     name: str  # part of the fingerprint of a source
     texts: Callable[..., Iterator[bytes]] | None = None  # of a path
     records: Callable[..., Iterator[readers.Row]] | None = None  # of a path and the columns that are looked for
-    table: bool = False  # a file with columns, which is not read as a stream
+    table: bool = False  # a file with a schema, which is not read as a stream
     compressible: bool = True
     parted: bool = False  # its readers take a span of a file that is not compressed
 
@@ -29,7 +29,7 @@ class Format(NamedTuple):
 _PLAIN = Format("_text in one", texts=readers.plain_text, parted=True)
 _LINES = Format("_jsonl", records=readers.json_lines, parted=True)
 _CSV = Format("csv", records=readers.csv_rows)
-_HTML = Format("html", texts=readers.html_text)
+_HTML = Format("_html", texts=readers.html_text)
 _ARRAY_RECORD = Format("_array_record", texts=readers.array_records, compressible=False)
 _FORMATS = {
     ".txt": _PLAIN,
@@ -77,10 +77,11 @@ def spans(path: Path, start: bytes, size_bytes: int, most_bytes: int) -> list[Sp
     return [(at, min(at + most_bytes, size_bytes)) for at in range(0, size_bytes, most_bytes)]
 
 
-def texts(path: Path, field: str, span: Span | None = None) -> Iterator[bytes]:
+def texts(path: Path, field: str, span: Span | None = None, name: str = "") -> Iterator[bytes]:
     """The documents of a file, or of a span of it, that are not empty. In a file of records, `field` holds the text.
 
-    Raises an InputError that names the file, and the line if there is one, for a document that cannot be read.
+    name: of the file, for the user, if it is not its path. Raises an InputError that names the file, and the line if
+    there is one, for a document that cannot be read.
     """
     empty = 0
     with _reading(path):
@@ -89,7 +90,7 @@ def texts(path: Path, field: str, span: Span | None = None) -> Iterator[bytes]:
             if text:
                 yield text
     if empty:
-        _say_once(f"{path}: {empty:,} text{'s are' if empty > 1 else ' is'} null or empty, and skipped")
+        say_once(f"{name or path}: {empty:,} text{'s are' if empty > 1 else ' is'} null or empty, and skipped")
 
 
 def _every_text(path: Path, field: str, *span: Span) -> Iterator[bytes]:
@@ -104,13 +105,19 @@ def _every_text(path: Path, field: str, *span: Span) -> Iterator[bytes]:
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
+    """Warns, unless the same was said before."""
     _log.warning("%s", message)
 
 
 def whole(path: Path, field: str) -> bytes:
-    """All documents of a file as one text. Raises InputError as `texts` does."""
-    return (b"" if format_of(path) == _PLAIN else b"\n").join(texts(path, field))
+    """All documents of a file as one text. Raises InputError as `texts` does, and for a document that is tokens."""
+    documents = [*texts(path, field)]
+    for document in documents:
+        if isinstance(document, readers.TokenIds):
+            fix = "set data.text_field to a field with text, or name another file"
+            raise InputError(f"{document.place}: {field} is a list of tokens, not text\n  fix   {fix}")
+    return (b"" if format_of(path) == _PLAIN else b"\n").join(documents)
 
 
 def records(path: Path, columns: Sequence[str] = (), span: Span | None = None) -> Iterator[readers.Row]:
@@ -133,7 +140,11 @@ def oddity(path: Path) -> str:
     if kind is None or not kind.compressible:
         return ""
     with _reading(path), readers.open_text(path) as file:
-        start = file.read(readers.SECTION_BYTES)
+        return oddity_of(file.read(readers.SECTION_BYTES))
+
+
+def oddity_of(start: bytes) -> str:
+    """What is odd about a text that begins with these up to SECTION_BYTES: BINARY, NOT_UTF8 or ""."""
     if b"\0" in start:
         return BINARY
     try:

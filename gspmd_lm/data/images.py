@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gspmd_lm import files
 from gspmd_lm.config import Config, Data
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.media import Images, Patches
@@ -119,7 +120,7 @@ def cut(image_HWC: np.ndarray, patches: Patches) -> np.ndarray:
 def read_image_rows(name: str, patches: Patches, prepared: Images) -> np.ndarray:
     """The rows of the image that a file holds, float32 [rows, numbers of a patch]: zeros for learned tokens."""
     needs_pillow()
-    content = media.bytes_of(Path(name).expanduser())
+    content = media.bytes_of(files.expand_user(name))
     check(name, content)
     found = cut(pixels(media.Encoded.of(name, content), patches, prepared), patches)
     return np.pad(found, ((patches.first, 0), (0, 0)))
@@ -173,8 +174,8 @@ def _find_images(
     for one in sources:
         if one.weight:
             raise InputError(f"{place}: {one.path}: images have no weights\n  fix   drop the weight")
-        name = Path(one.path).expanduser()
-        if not name.is_dir():
+        name = files.expand_user(one.path)
+        if not os.path.isdir(name):
             raise InputError(
                 f"{place}: {one.path}: no folder\n  fix   name a folder with one folder of images for each class, or "
                 "tables, with data.fields=[image] and data.label=label"

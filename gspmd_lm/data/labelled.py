@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ LABEL_WORDS = 2
 TOGETHER = 1024  # records encoded at once
 _SHOWN = 12  # classes in a description
 _INT_FIELDS = ("tokens", "token_types", "segment_ids", "positions")
+_log = logging.getLogger(__name__)
 
 
 class Labelled:
@@ -70,10 +72,10 @@ class Labelled:
     def learn_classes(
         self, source: DocumentSource, known: Sequence[str] = (), progress: Progress | None = None
     ) -> None:
-        """Finds the classes: the labels of the training data, in the order that `ordered` gives them.
+        """Finds the classes: the labels of the training data, in the order of `order_classes`.
 
         They are read once for each source, and kept in the cache. Raises InputError for a record that cannot be read,
-        or if there are fewer than two.
+        or if there are fewer than two classes.
         """
         if self.data.label_kind == "number":
             return
@@ -85,8 +87,11 @@ class Labelled:
     def _found_classes(self, source: DocumentSource, progress: Progress | None) -> tuple[str, ...]:
         key = hashlib.sha256(f"classes {source.fingerprint}".encode()).hexdigest()[:24]
         path = readable_entry(cache_folder("data") / f"{key}.classes.json")
-        if path.is_file():
-            return tuple(files.read_json(path))
+        try:
+            if path.is_file():
+                return tuple(files.read_json(path))
+        except InputError as error:
+            _log.warning("%s, and is made anew", error)
         labels = [json.loads(document)[1] for document in source.walk(source.parts, "reading labels", progress)]
         several = self.data.label_kind == "classes"
         found = {one for label in labels for one in label} if several else {*labels}
@@ -179,8 +184,9 @@ def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float |
 
 
 def order_classes(found: Collection[str], known: Sequence[str] = ()) -> tuple[str, ...]:
-    """Classes in the order of the `known` ones, if they are the same; else in that of numbers, if all of them are whole
-    numbers, or of texts.
+    """The classes in the order of `known`, if these are the same classes.
+
+    Otherwise whole numbers are sorted as numbers, if all classes are whole numbers, and as texts if not.
     """
     if sorted(found) == sorted(known):
         return tuple(known)
@@ -250,7 +256,7 @@ def text_of(record: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def valid(text: str) -> tuple[str, int]:
-    """A text with U+FFFD in the place of what is no character, and of how many that was."""
+    """A text with U+FFFD in the place of each code point that is no character, and how many of them there were."""
     return NO_CHARACTER.subn("\ufffd", text)
 
 

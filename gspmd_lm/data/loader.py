@@ -75,8 +75,8 @@ class Loader:
     def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """The source rows of the rows `batch_rows` of a step's batch; -1 for padding."""
         place = self._row_of_mixture if self.shares else self._row_of_epochs
-        numbers = [step * self.batch + row if row < self.batch else None for row in map(int, batch_rows)]
-        return np.asarray([-1 if number is None else place(number) for number in numbers], np.int64)
+        found = [place(step * self.batch + row) if row < self.batch else -1 for row in map(int, batch_rows)]
+        return np.asarray(found, np.int64)
 
     def _row_of_epochs(self, number: int) -> int:
         """The source row that is row `number` of the endless sequence of epochs; -1 after the only one."""
@@ -120,8 +120,7 @@ class Loader:
         that its own devices hold. Without `repeat` the pairs end after one epoch at the latest. A caller that leaves
         early must close the generator. An error in the thread is raised here.
         """
-        shapes = self._shapes(shardings)
-        local_rows = _local_rows(shardings, shapes)
+        shapes, local_rows = self._shapes(shardings), self.local_rows(shardings)
         stop = sys.maxsize if stop_step is None else stop_step
         if not self.repeat:
             stop = min(stop, self.steps_per_epoch)
@@ -133,8 +132,13 @@ class Loader:
         return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place, self.read_threads)
 
     def local_rows(self, shardings: Mapping[str, jax.sharding.Sharding]) -> np.ndarray:
-        """The rows of each batch that this process reads, ascending."""
-        return _local_rows(shardings, self._shapes(shardings))
+        """The rows of each batch that this process's devices hold of any of the arrays, ascending."""
+        needed = np.zeros(self.padded_batch or self.batch, bool)
+        for name, shape in self._shapes(shardings).items():
+            for index in shardings[name].addressable_devices_indices_map(shape).values():
+                assert index is not None
+                needed[index[0]] = True
+        return np.flatnonzero(needed)
 
     def _shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """The shapes of some arrays of a whole batch."""
@@ -152,9 +156,7 @@ class Loader:
 def ahead(
     start: int, stop: int, read: Callable[[int], Any], place: Callable[[Any], dict[str, jax.Array]], threads: int = 1
 ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
-    """Pairs of a step and its arrays. So many `threads` read ahead, each a batch. `place` brings what was
-    read to the devices.
-    """
+    """Pairs of a step and its arrays. Each of `threads` reads a batch ahead, which `place` brings to the devices."""
     steps = grain.MapDataset.range(start, max(start, stop)).map(lambda step: (step, read(step)))
     reads = iter(
         steps.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, _AHEAD)))
@@ -354,18 +356,20 @@ def _shares(parts: Sequence[TokenSplit]) -> tuple[int, ...]:
 
 
 def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Loader | None]:
-    """The loaders of random rows. Held-out rows are drawn anew, as many as there are for training. 0 is the mask."""
+    """The loaders of random rows. As many held-out rows are drawn as rows for training. The mask token is 0."""
     data, vocab, mask = config.data, config.model.vocab, 0 if config.objective == "masked" else None
-    if count * (data.seq + 1) > MOST_RANDOM_TOKENS:
+    seq2seq = config.model.encoder is not None
+    row_tokens = config.source_seq + data.seq if seq2seq else data.seq + 1
+    if count * row_tokens > MOST_RANDOM_TOKENS:
+        sizes = f"data.seq={data.seq:,}" + f" and data.source_seq={config.source_seq:,}" * seq2seq
         raise InputError(
-            f"data.source: random:{count} in rows of data.seq={data.seq:,} is more than {MOST_RANDOM_TOKENS:,} tokens, "
-            f"which would be drawn at once\n  fix   random:{max(MOST_RANDOM_TOKENS // (data.seq + 1), 1)} or less"
+            f"data.source: random:{count} in rows of {sizes} is more than {MOST_RANDOM_TOKENS:,} tokens, "
+            f"which would be drawn at once\n  fix   random:{max(MOST_RANDOM_TOKENS // row_tokens, 1)} or less"
         )
 
     def split_loader(training: bool) -> Loader:
         use, seed = ("training", data.seed) if training else ("evaluation", 0)
         of_rows = data.seed % 2**63, int(not training)
-        seq2seq = config.model.encoder is not None
         return Loader(
             rows=pairs.random(count, config, of_rows) if seq2seq else packing.random(count, data.seq, vocab, of_rows),
             batch=data.batch,
@@ -377,7 +381,7 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
             + (f"-{config.source_seq}" if seq2seq else "")
             + (f"-{config.objective} {data.masked_share}" if masked else ""),
             token_masks=packing.Masks(mask, vocab, (), data.masked_share, seed) if masked else None,
-            tokens=count * (config.source_seq + data.seq if seq2seq else data.seq + 1),
+            tokens=count * row_tokens,
         )
 
     return split_loader(True), split_loader(False) if data.held_out_share else None
@@ -387,16 +391,6 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
 def epoch_seed(seed: int, epoch: int | str) -> int:
     """A seed of 32 bits that differs between epochs of one seed and between neighbouring seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4], "big")
-
-
-def _local_rows(shardings: Mapping[str, jax.sharding.Sharding], shapes: Mapping[str, tuple[int, ...]]) -> np.ndarray:
-    """The rows of the global batch that this process's devices hold of any of the arrays, ascending."""
-    needed = np.zeros(next(iter(shapes.values()))[0], bool)
-    for name, sharding in shardings.items():
-        for index in sharding.addressable_devices_indices_map(shapes[name]).values():
-            assert index is not None
-            needed[index[0]] = True
-    return np.flatnonzero(needed)
 
 
 def _part(local: np.ndarray, local_rows: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:

@@ -8,6 +8,7 @@ a note. When there is a note of each unit, the notes become the manifest.
 import array
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -72,7 +73,7 @@ class _Made:
     blocks: list[np.ndarray] = dataclasses.field(default_factory=list)
     arrays: list[np.ndarray] = dataclasses.field(default_factory=list)  # what is not in a block yet
     length: int = 0
-    ends: int = 0  # of documents, and of those that are spelled in them
+    ends: int = 0  # how many end tokens there are, also of texts within a document
     stops: array.array = dataclasses.field(default_factory=lambda: array.array("Q"))  # where documents end
     is_open: bool = False  # whether a text is begun, whose next sections are to come
     resumes: bool = False  # whether the unit begins within a text, of which it has had no section yet
@@ -106,7 +107,7 @@ def make_tokens(
     """
     assert not (held_out and source.held_out)
     splits = [f"train{i or ''}" for i in range(len(source.parts))] + [HELD_OUT]
-    units = plan_units(source, splits)
+    units = plan_units(source, splits, UNIT_BYTES)
     plan = {
         "format": tokens.FORMAT,
         "source": source.fingerprint,
@@ -138,22 +139,20 @@ def make_tokens(
         folder.remove(MAKING)
 
 
-def plan_units(source: DocumentSource, splits: Sequence[str], unit_bytes: int | None = None) -> list[Unit]:
-    """The units of a source: of each part, as many files after one another as have so many bytes, or parts of files.
-
-    unit_bytes: None means UNIT_BYTES.
-    """
-    unit_bytes = unit_bytes or UNIT_BYTES
+def plan_units(source: DocumentSource, splits: Sequence[str], unit_bytes: int) -> list[Unit]:
+    """The units of a source: of each part, as many files after one another as have so many bytes, or parts of files."""
     wanted_bytes = max(unit_bytes, source.size_bytes // MOST_UNITS)
     units: list[Unit] = []
     # The last split may have no files of its own.
     for split, part in zip([*splits[: len(source.parts)], HELD_OUT], source.every, strict=False):
         taken: list[SourceFile] = []
+        taken_bytes = 0
         for span in itertools.chain.from_iterable(file.spans(unit_bytes) for file in part.files):
             taken.append(span)
-            if sum(one.size_bytes for one in taken) >= wanted_bytes:
+            taken_bytes += span.size_bytes
+            if taken_bytes >= wanted_bytes:
                 units.append(Unit(len(units), split, tuple(taken)))
-                taken = []
+                taken, taken_bytes = [], 0
         if taken:
             units.append(Unit(len(units), split, tuple(taken)))
     return units
@@ -169,29 +168,26 @@ def _compare(folder: Folder, there: Mapping[str, Any], plan: Mapping[str, Any]) 
         )
 
 
+@dataclasses.dataclass(eq=False)
 class _Work:
     """What one process knows of the making of a folder's tokens."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        source: DocumentSource,
-        splits: Sequence[str],
-        units: Sequence[Unit],
-        encoder: Encoder,
-        held_out: float,
-        key: str,
-        progress: Progress | None,
-    ):
-        self.folder, self.source, self.splits, self.units = folder, source, splits, units
-        self.encoder, self.key, self.progress = encoder, key, progress
-        self.claims = _Claims(folder)
+    folder: Folder
+    source: DocumentSource
+    splits: Sequence[str]
+    units: Sequence[Unit]
+    encoder: Encoder
+    held_out: float
+    key: str  # of the plan
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        self.claims = _Claims(self.folder)
         self.left: list[Unit] = []
         self.notes: list[dict[str, Any]] = []  # when all units are made
-        self.dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 and isinstance(encoder, Tokenizer) else "<u4")
-        self._held_out = held_out
+        is_short = self.encoder.vocab_size <= 1 << 16 and isinstance(self.encoder, Tokenizer)
+        self.dtype = np.dtype("<u2" if is_short else "<u4")
         self._began, self._tokens = time.monotonic(), 0
-        self._limits: tuple[int, np.ndarray] | None = None
 
     def is_complete(self) -> bool:
         """Whether all tokens are made. If they are, `notes` has those of all units, unless there is a manifest."""
@@ -224,16 +220,16 @@ class _Work:
         """Makes the shards of a unit, and returns its note."""
         made = {name: _Made() for name in self.splits}
         counts = dict.fromkeys((*COUNTS, "documents", "document_bytes"), 0)
-        spelled = b""  # what is told of if it stands in a text and ends nothing
+        spelled = b""  # the end of a text, whose spellings within texts are counted
         if isinstance(self.encoder, Tokenizer):
             spelled = self.encoder.spelled_end or END_OF_TEXT.encode()
         replaced_before = self.encoder.replaced_bytes
-        up_to, apart = self._held_out_limits()
+        up_to, apart = self._held_out_limits
         notes = self.source.notes_of_read or FileNotes()
         notes.files.clear()
         versions = [file.current_version() for file in unit.files]
         part = SourcePart(unit.split, unit.files)
-        for batch, done_bytes in read_ahead(batches(self.source.read(part), unit.size_bytes)):
+        for batch, done_bytes in read_ahead(batches(self.source.read(part), unit.size_bytes, BATCH_BYTES)):
             if not counts["documents"] and batch and isinstance(first := batch[0][0], Section):
                 for one in made.values():
                     one.resumes = first.resumes
@@ -262,9 +258,8 @@ class _Work:
             raise InputError("data.source: its files changed while they were read\n  fix   start again")
         self._tokens += sum(one.length for one in made.values())
         facts = {name: self._write(f"{name}-{unit.number:05d}.npy", one) for name, one in made.items() if one.length}
-        said = {what: [str(path) for path in paths] for what, paths in notes.files.items()}
         counts["replaced_bytes"] = self.encoder.replaced_bytes - replaced_before
-        return {**counts, "shards": facts, "notes": said}
+        return {**counts, "shards": facts, "notes": dict(notes.files)}
 
     def _add(self, made: _Made, ids: np.ndarray) -> None:
         """Adds the tokens of a record, or of a section of a text. A text that begins gets its first tokens."""
@@ -321,18 +316,17 @@ class _Work:
             "sizes_sha256": sizes_sha256,
         }
 
+    @functools.cached_property
     def _held_out_limits(self) -> tuple[int, np.ndarray]:
         """The largest hash of a document that is held out (-1: none is), and the hashes of the files for evaluation."""
-        if self._limits is None:
-            up_to, apart = -1, np.empty(0, np.uint64)
-            if self.source.held_out:
-                apart = ascending_hashes(self.source.walk([self.source.held_out], "reading documents", self.progress))
-            elif self._held_out and self.source.size_bytes <= SURVEYED_BYTES:
-                up_to = _survey(self.source, self._held_out, self.progress)
-            elif self._held_out:
-                up_to = round(self._held_out * (1 << 64)) - 1
-            self._limits = up_to, apart
-        return self._limits
+        up_to, apart = -1, np.empty(0, np.uint64)
+        if self.source.held_out:
+            apart = ascending_hashes(self.source.walk([self.source.held_out], "reading documents", self.progress))
+        elif self.held_out and self.source.size_bytes <= SURVEYED_BYTES:
+            up_to = _survey(self.source, self.held_out, self.progress)
+        elif self.held_out:
+            up_to = round(self.held_out * (1 << 64)) - 1
+        return up_to, apart
 
     def _report(self, unit: Unit, done_bytes: int, made_tokens: int) -> None:
         if self.progress:
@@ -346,12 +340,12 @@ class _Work:
 def tokens_of_notes(
     source: DocumentSource, splits: Sequence[str], notes: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What the notes of all units say together."""
+    """The facts for the manifest that follow from the notes of all units."""
     counts = (*COUNTS, "documents", "document_bytes")
     of = {HELD_OUT: source.held_out or source.parts[0]} | dict(zip(splits, source.parts, strict=False))
     found = FileNotes()
-    for what, path in ((what, path) for note in notes for what, paths in note["notes"].items() for path in paths):
-        found.add(what, Path(path))
+    for what, name in ((what, name) for note in notes for what, names in note["notes"].items() for name in names):
+        found.add(what, name)
     splits_of_notes = []
     for name in splits:
         made = [note["shards"][name] for note in notes if name in note["shards"]]
@@ -364,13 +358,13 @@ class _Claims:
     """Units that this process or another one is at work on, so that each is made once.
 
     In a folder of this machine a claim is a lock of the system, which ends with its process. In a bucket it is an
-    object that is renewed every BEAT_S. One that was silent for STALE_S is taken over. If its process lives after all,
-    both make the same shards.
+    object that its process renews every BEAT_S. A claim that was not renewed for STALE_S is taken over. If its process
+    lives after all, both processes make the same shards.
     """
 
     def __init__(self, folder: Folder):
         self.folder = folder
-        self._seen: dict[str, tuple[bytes | None, float]] = {}  # foreign claims, and since when they are as they are
+        self._seen: dict[str, tuple[bytes | None, float]] = {}  # other processes' claims, and when each last changed
         self._mine, self._renewed = "", 0.0
 
     @contextlib.contextmanager
@@ -416,13 +410,12 @@ class _Claims:
 
 
 def batches(
-    documents: Iterable[tuple[bytes, int]], total_bytes: int, least_bytes: int | None = None
+    documents: Iterable[tuple[bytes, int]], total_bytes: int, least_bytes: int
 ) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
     """Yields lists of documents, each with its hash, and the bytes of files read so far.
 
-    A list has at least so many bytes of documents; None means BATCH_BYTES.
+    A list has at least so many bytes of documents, but for the last one.
     """
-    least_bytes = least_bytes or BATCH_BYTES
     batch, size_bytes = [], 0
     for document, done_bytes in documents:
         batch.append((document, _hash(document)))
@@ -434,7 +427,7 @@ def batches(
 
 
 def read_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The items, of which a thread makes the next one while one is used."""
+    """The items. A thread makes the next one while the caller uses one."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, None)
         while (item := coming.result()) is not None:

@@ -26,7 +26,7 @@ class Opened(NamedTuple):
 
     train: "Rows"
     held_out: "Rows | None"
-    what: str  # images, or sounds
+    what: str  # images or sounds, with their texts or objects
     names: str  # of the sources
     notes: str  # lines
     fingerprint: str
@@ -124,17 +124,17 @@ def records(
                 if progress and count % NOTED == 0:
                     progress(f"reading {what} of {path}", 0, 0)
                 yield path, where, record
-        for reason, paths in skipped.files.items():
-            for path in paths:
-                if path.suffix.lower() not in endings:
-                    notes.add(reason, path)
+        for reason, names in skipped.files.items():
+            for name in names:
+                if not name.lower().endswith(tuple(endings)):
+                    notes.add(reason, name)
 
 
 def content_of(table: Path, where: str, record: dict[str, Any], name: str, what: str) -> tuple[str, bytes, Path | None]:
-    """The place and the content of what the field `name` of a record holds, as bytes, as {bytes}, or as the name of a
-    file, seen from the folder of the table; and the path of that file.
+    """The place and the content of the file that the field `name` of a record holds, and its path if it is named.
 
-    Raises an InputError that names the place if there is none.
+    The field holds the file's bytes, {bytes}, or its name, as seen from the folder of the table. Raises an InputError
+    that names the place if there is no file.
     """
     held, path = record.get(name), None
     if isinstance(held, dict):  # as the package datasets writes it
@@ -168,10 +168,10 @@ def open_rows(
     lines: Sequence[str],
     classes: tuple[str, ...] = (),
 ) -> Opened:
-    """The rows of what `of_both` gave.
+    """The rows of the items that `find_both` gave.
 
-    kind: images, or sounds; `what` says it with what belongs to them. settings: what decides how rows are made. lines:
-    for the user; '' is none. Raises InputError if none are left to train on.
+    kind: images or sounds. what: the same with their texts or objects, for the user. settings: what the arrays of a row
+    depend on, besides its item. lines: for the user; '' is none. Raises InputError if no item is left to train on.
     """
     train, held_out = _apart(data, *found, kind)
     facts = hashlib.sha256(repr(settings).encode())

@@ -26,7 +26,7 @@ class ObjectRows(media.Rows):
     patches: Patches
     prepared: Images
     seq: int
-    prompt: str  # of an object that has none: point or box
+    prompt: str  # the kind of prompt that a mask gives where a record has none: point or box
 
     def empty(self, count: int) -> dict[str, np.ndarray]:
         """Rows without an object. `model/families/sam.py` says what the arrays are."""

@@ -36,7 +36,7 @@ class ShownRow:
     """A row as text. Each segment is a document, a conversation, or one side of a pair; attention stays within it."""
 
     number: int  # in the source
-    segments: Sequence[tuple[str, Sequence[Piece]]]  # what it is, "" for what needs no name, and its text
+    segments: Sequence[tuple[str, Sequence[Piece]]]  # the name of each ("" where it needs none) and its text
     tokens: int
     learnt: int  # of the tokens
     padding: int  # positions without a token
@@ -251,12 +251,13 @@ def _look_at_texts(config: Config) -> tuple[list[str], int | None]:
     encoder = None if is_trained else encoders.open_encoder(config)
     of_record = encoder.document if encoder and not isinstance(encoder, Tokenizer) else None
     source = sources.open_source(data, None, of_record, hashed=False)
-    sample: list[bytes] = []
+    sample, sample_bytes = [], 0
     for document in source.documents():
         sample.append(document)
-        if sum(map(len, sample)) >= _SAMPLE_BYTES:
+        sample_bytes += len(document)
+        if sample_bytes >= _SAMPLE_BYTES:
             break
-    lines, sample_bytes = [source.description, *source.notes.splitlines()], sum(map(len, sample))
+    lines = [source.description, *source.notes.splitlines()]
     if encoder is None or isinstance(encoder, labelled.Labelled) or not sample_bytes:
         return lines, None
     per_byte = sum(map(len, making.encode_documents(encoder, sample))) / sample_bytes

@@ -12,7 +12,6 @@ from gspmd_lm.data.shards import Span, Stream
 # Bits in tokens (uint32): a token of the assistant, and the last token of a conversation, or of a document whose end
 # is known though no token says it.
 TARGET, LAST = np.uint32(1 << 30), np.uint32(1 << 31)
-FIELDS = ("tokens", "targets", "segment_ids", "positions")
 
 
 class InMemory:
@@ -77,7 +76,7 @@ class Rows:
         return np.concatenate([[0], np.cumsum(np.maximum(counts, 0))])
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The FIELDS of the rows as int32 [len(indices), seq]; an index of -1 gives a row of padding.
+        """int32 tokens, targets, segment_ids and positions [len(indices), seq]; an index of -1 gives a row of padding.
 
         targets: the next token, or -1 if there is none. segment_ids: 1, 2, ... in each row, and 0 for padding.
         positions: counted from 0 in each segment.
@@ -187,8 +186,8 @@ def random(rows: int, seq: int, vocab: int, seed: Sequence[int]) -> Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """The masks of BERT (arXiv 1810.04805): of the chosen tokens, 80% are masked, 10% are drawn, 10% stay. Or tokens in
-    place of others, without a mask: all chosen ones are drawn.
+    """The masks of BERT (arXiv 1810.04805): of the chosen tokens, 80% become the mask, 10% a drawn token, and 10% stay.
+    Without a mask token, all chosen tokens become drawn ones.
 
     They are a function of `seed` and of the row's number in the sequence of all epochs. So they differ in each epoch,
     and are the same after a restart and in each process.
@@ -196,7 +195,7 @@ class Masks:
 
     mask: int | None  # the id of the mask token; None: a model tells which tokens stand in place of others
     vocab: int  # another token is drawn from [0, vocab)
-    special: tuple[int, ...]  # ids that are never chosen; neither is padding
+    special: tuple[int, ...]  # ids that are never chosen. Padding is never chosen either
     share: float  # of the other tokens, about so many are chosen
     seed: int
 

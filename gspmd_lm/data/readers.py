@@ -21,6 +21,11 @@ from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.files import json_object, json_value
 
 _CHARSET = re.compile(rb"""<meta[^>]*charset\s*=\s*["']?([\w.:-]+)""", re.IGNORECASE)
+# What browsers read where a page names these (https://encoding.spec.whatwg.org). A page whose charset is found byte by
+# byte has no code units of 16 bits.
+_BROWSERS_CHARSETS = {"ascii": "cp1252", "iso8859-1": "cp1252"} | dict.fromkeys(
+    ("utf-16", "utf-16-le", "utf-16-be"), "utf-8"
+)
 # Elements that begin a new line.
 _BLOCKS = set(
     re.findall(
@@ -51,7 +56,10 @@ class TokenIds(bytes):
     @classmethod
     def encode(cls, ids: Any, place: str) -> "TokenIds | None":
         """The document of a list of whole numbers; None for what is no such list."""
-        array = np.asarray(ids)
+        try:
+            array = np.asarray(ids)
+        except ValueError:  # lists of several lengths
+            return None
         if array.ndim != 1 or array.dtype.kind not in "iu" or not ((array >= 0) & (array < 1 << 31)).all():
             return None
         made = cls(array.astype("<u4").tobytes())
@@ -181,12 +189,12 @@ def _json(path: Path) -> Any:
 
 def json_lines(path: Path, columns: Sequence[str], span: tuple[int, int] | None = None) -> Iterator[Row]:
     """The objects of a file, or of a span of it, with one JSON object on each line."""
-    behind = f", {span[0]:,} bytes behind line " if span and span[0] else ":"
+    before = f"{path}, after byte {span[0]:,}, line " if span and span[0] else f"{path}:"
     with open_text(path, span) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            place = f"{path}{behind}{number}"
+            place = f"{before}{number}"
             yield place, json_object(line.decode("utf-8", "surrogateescape"), place, "one object per line")
 
 
@@ -289,6 +297,13 @@ class _Visible(html.parser.HTMLParser):
         if tag in _BLOCKS:
             self.parts.append("\n")
 
+    def parse_marked_section(self, i: int, report: bool = True) -> int:
+        """The end of <![ ... ]>. One that Python does not know, for which it fails, is a comment, as in a browser."""
+        try:
+            return super().parse_marked_section(i, report)
+        except AssertionError:
+            return self.parse_bogus_comment(i)
+
     def handle_data(self, data: str) -> None:
         if not self._hidden:
             self.parts.append(data if self._kept else re.sub(r"\s+", " ", data))
@@ -299,6 +314,7 @@ def _visible(raw: bytes) -> bytes:
     named = _CHARSET.search(raw[:1024])
     try:
         charset = codecs.lookup(named[1].decode("ascii", "replace")).name if named else "utf-8"
+        charset = _BROWSERS_CHARSETS.get(charset, charset)
         text = raw.decode(charset, "surrogateescape" if charset == "utf-8" else "replace")
     except (LookupError, ValueError):  # Python does not know the charset, or it is a codec of something else
         text = raw.decode("utf-8", "surrogateescape")
@@ -365,11 +381,13 @@ def table_texts(path: Path, field: str) -> Iterator[bytes]:
 
 def _token_ids(path: Path, field: str, batches: Iterator[Any]) -> Iterator[TokenIds]:
     """The documents of a column of lists of tokens. Raises InputError for a number that can be no token."""
+    import pyarrow
+
     number = 0
     for batch in batches:
         column = batch.column(0)
         column.validate(full=True)
-        bounds, values = column.offsets.to_numpy(), column.values.fill_null(-1).to_numpy()
+        bounds, values = column.offsets.to_numpy(), column.values.cast(pyarrow.int64()).fill_null(-1).to_numpy()
         for start, stop in itertools.pairwise(bounds.tolist()):
             number += 1
             document = TokenIds.encode(values[start:stop], f"{path}: row {number}")

@@ -71,6 +71,11 @@ class RemoteFile:
                     path.write_bytes(self.store.cat_file(self.name, *span))
             yield path
 
+    def read_start(self, size: int) -> bytes:
+        """The first bytes of the file."""
+        with _naming(f"{self.place}: {self.address}"):
+            return self.store.cat_file(self.name, 0, size)
+
     def whole_lines(self, span: formats.Span) -> formats.Span:
         """From the first of the lines that begin in a span of the file to behind the last of them."""
         with (
@@ -99,7 +104,7 @@ def open_store(address: str, place: str, **options: Any) -> tuple[Any, str]:
     return store, str(path)
 
 
-def listing(address: str, place: str, skip: Callable[[str, Path], None] = lambda *_: None) -> list[RemoteFile]:
+def listing(address: str, place: str, skip: Callable[[str, str], None] = lambda *_: None) -> list[RemoteFile]:
     """The files of known formats at an address: a file, a folder or a glob. None of them is copied.
 
     Raises an InputError that begins with `place` if a package is missing, or if the address matches nothing.
@@ -110,7 +115,7 @@ def listing(address: str, place: str, skip: Callable[[str, Path], None] = lambda
         facts = {name: store.info(name) for name in names if formats.format_of(Path(name))}
     for name in names:
         if name not in facts:
-            skip("unknown ending", Path(f"{kind}://{name}"))
+            skip("unknown ending", f"{kind}://{name}")
     found = []
     for name, about in facts.items():
         version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
@@ -119,7 +124,7 @@ def listing(address: str, place: str, skip: Callable[[str, Path], None] = lambda
 
 
 def copies(
-    address: str, place: str, skip: Callable[[str, Path], None] = lambda *_: None, progress: Progress | None = None
+    address: str, place: str, skip: Callable[[str, str], None] = lambda *_: None, progress: Progress | None = None
 ) -> list[Path]:
     """Local copies of the files of known formats at an address: a file, a folder or a glob.
 
@@ -147,10 +152,11 @@ def copies(
 def beside(address: str, names: Sequence[str], place: str) -> dict[str, bytes]:
     """The small files beside the one at an address, name -> content: those of `names` that there are.
 
-    A name may end in a pattern, such as folder/*.jinja. Raises InputError as `copies` does.
+    A name may end in a pattern, such as folder/*.jinja. Raises InputError as `open_store` does, or if a file cannot be
+    read.
     """
-    store, path = fsspec.core.url_to_fs(address)
-    folder = str(path).rpartition("/")[0]
+    store, path = open_store(address, place)
+    folder = path.rpartition("/")[0]
     with _naming(f"{place}: {address}"):
         found = [f"{folder}/{name}" for name in names if "*" not in name and store.exists(f"{folder}/{name}")]
         for name in names:
@@ -163,20 +169,16 @@ def _copy(file: RemoteFile, copy: Path, copied: Callable[[int], None]) -> None:
     """Copies one file; of several processes on a machine, one does, and the others wait for it."""
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(f"{copy.parent}.lock")
-        lock.acquire()
+        with filelock.FileLock(f"{copy.parent}.lock"):
+            if _is_copied(copy):
+                return
+            with files.replacing(copy) as new, new.open("wb") as out:
+                for block in _blocks(file):
+                    out.write(block)
+                    copied(out.tell())
+            files.seal(copy.parent, (copy.name,))
     except OSError as error:
         raise unwritable(copy.parent, error.strerror) from error
-    try:
-        if _is_copied(copy):
-            return
-        with files.replacing(copy) as new, new.open("wb") as out:
-            for block in _blocks(file):
-                out.write(block)
-                copied(out.tell())
-        files.seal(copy.parent, (copy.name,))
-    finally:
-        lock.release()
 
 
 def _is_copied(copy: Path) -> bool:

@@ -11,12 +11,15 @@ import io
 import itertools
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from gspmd_lm.data.folders import Folder
 from gspmd_lm.errors import InputError
+
+if TYPE_CHECKING:
+    from gspmd_lm.data.token_files import FlatFile
 
 RECORD_TOKENS = 128
 Span = tuple[int, int]  # tokens from a position to before another
@@ -80,30 +83,6 @@ class Stream(Protocol):
         ...
 
 
-class TokenFile(Protocol):
-    """A file of tokens in a folder, or a part of it, of which spans are read."""
-
-    @property
-    def folder(self) -> Folder: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def marks_ends(self) -> bool: ...
-
-    def byte_span(self, start: int, stop: int) -> Span:
-        """The bytes to read for the tokens from one to before another."""
-        ...
-
-    def decode(self, start: int, stop: int, raw: bytes) -> np.ndarray:
-        """The tokens from one to before another, of these bytes. Raises InputError if they cannot be those."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Shard:
     """A file of records with tokens."""
@@ -132,12 +111,12 @@ class Shard:
         return len(npy_header(self._records, -(-self.tokens // RECORD_TOKENS)))
 
     def byte_span(self, start: int, stop: int) -> Span:
-        """The bytes of the records with the tokens."""
+        """The bytes to read for the tokens from one to before another: those of their records."""
         first, last = _records_of(start, stop)
         return self._first_byte + first * self._records.itemsize, self._first_byte + last * self._records.itemsize
 
     def decode(self, start: int, stop: int, raw: bytes) -> np.ndarray:
-        """The tokens in the bytes of records. Raises InputError if the checksums are others."""
+        """The tokens from one to before another, of these bytes. Raises InputError if the checksums are others."""
         first, last = _records_of(start, stop)
         if len(raw) == (last - first) * self._records.itemsize:
             records = np.frombuffer(raw, self._records)
@@ -156,7 +135,7 @@ class Shard:
 class Shards:
     """The Stream of the tokens of files, one after another."""
 
-    def __init__(self, shards: Sequence[TokenFile], dtype: np.dtype):
+    def __init__(self, shards: "Sequence[Shard | FlatFile]", dtype: np.dtype):
         self.shards, self.dtype = shards, dtype
         self.bounds = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
         self._starts = self.bounds.tolist()

@@ -6,10 +6,10 @@ import functools
 import io
 import wave
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
+from gspmd_lm import files
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.media import WINDOW
@@ -18,10 +18,11 @@ from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
 from gspmd_lm.errors import InputError
 
-RATE, HOP, FOURIER = 16_000, 160, 400  # samples: of a second, from frame to frame, and of a Fourier transform
+RATE, HOP, FOURIER = 16_000, 160, 400  # samples in a second, from frame to frame, and in a Fourier transform
 ROW_SAMPLES = 2 * HOP  # of a row of the encoder
 WIDEST = 4  # bytes of a sample
-LEAST_POWER, RANGE = 1e-10, 8.0  # RANGE: how far below the loudest number, in powers of ten, all numbers are alike
+LEAST_POWER = 1e-10
+RANGE = 8.0  # powers of ten below the loudest number, at which quieter numbers are cut off
 _CONVERT = "ffmpeg -i FILE -ar 16000 -ac 1 -c:a pcm_s16le FILE.wav"
 
 
@@ -109,8 +110,8 @@ def _find_sounds(
 
 
 def read_sound_frames(name: str, model: ModelConfig) -> np.ndarray:
-    """The frames of a wav file, as `heard` gives them."""
-    return encoder_frames(media.Encoded.of(name, media.bytes_of(Path(name).expanduser())), model)
+    """The frames of a wav file, as `encoder_frames` gives them."""
+    return encoder_frames(media.Encoded.of(name, media.bytes_of(files.expand_user(name))), model)
 
 
 def encoder_frames(encoded: media.Encoded, model: ModelConfig) -> np.ndarray:

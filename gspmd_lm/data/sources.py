@@ -23,9 +23,9 @@ OfRecord = Callable[[dict[str, Any], str, str], bytes]
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """A file of a source, and the field of its texts or conversations, or the fields of labelled texts as JSON.
+    """A file of a source, or the lines of a file that begin in a span of it.
 
-    Or the lines of a file that begin in a span of it.
+    field: that of its texts or conversations, or the fields of labelled texts as JSON.
     """
 
     path: Path  # of a copy that is not made yet if `far` is given
@@ -49,15 +49,17 @@ class SourceFile:
         """The file in parts of so many bytes, where it can be read in parts."""
         if self.size_bytes <= most_bytes:
             return [self]
-        if self.far:
-            start = self.far.store.cat_file(self.far.name, 0, 4)
-        else:
-            with self.path.open("rb") as file:
-                start = file.read(4)
         return [
             dataclasses.replace(self, span=span, size_bytes=span[1] - span[0]) if span else self
-            for span in formats.spans(self.path, start, self.size_bytes, most_bytes)
+            for span in formats.spans(self.path, self.read_start(4), self.size_bytes, most_bytes)
         ]
+
+    def read_start(self, size: int) -> bytes:
+        """The first bytes of the whole file."""
+        if self.far:
+            return self.far.read_start(size)
+        with self.path.open("rb") as file:
+            return file.read(size)
 
     def current_version(self) -> str:
         """Another one if a file on this machine is changed."""
@@ -76,7 +78,7 @@ class SourceFile:
     def local(self, lines: formats.Span | None) -> Iterator[tuple[Path, formats.Span | None]]:
         """A context with a path at which the file can be read, and the span to read of what is there, for some lines.
 
-        Errors about that path name the address of a file in a store.
+        Errors about a copy of a file in a store name its address.
         """
         if not self.far:
             yield self.path, lines
@@ -85,7 +87,13 @@ class SourceFile:
             try:
                 yield path, None
             except InputError as error:
-                raise InputError(str(error).replace(str(path), self.far.address)) from error
+                raise InputError(self.rename_copy(str(error), path, lines)) from error
+
+    def rename_copy(self, text: str, path: Path, lines: formats.Span | None) -> str:
+        """A text that names the copy of some lines at a path, with the name of the file and the lines' place in it."""
+        if self.far and lines and lines[0]:
+            text = text.replace(f"{path}:", f"{self.name}, after byte {lines[0]:,}, line ")
+        return text.replace(str(path), self.name)
 
     def facts(self, of_records: bool) -> str:
         """What the documents of the file follow from; a field only if the file has fields."""
@@ -116,7 +124,7 @@ class SourcePart:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentSource:
-    """The documents of files. `fingerprint` is the sha256 over their versions, `size_bytes` the size of the files."""
+    """The documents of files. `fingerprint` is a sha256 over the versions of the files."""
 
     description: str
     notes: str  # lines about files that were skipped or are odd; "" if there are none
@@ -170,15 +178,17 @@ class DocumentSource:
     def _of(self, file: SourceFile) -> Iterator[bytes]:
         lines = file.whole_lines()
         with file.local(lines) as (path, span):
-            if (
-                self.notes_of_read
-                and not span
-                and not _note_oddity(formats.oddity(path), file.name, self.notes_of_read)
-            ):
-                return
+            if self.notes_of_read:
+                odd = formats.oddity_of(file.read_start(readers.SECTION_BYTES)) if lines else formats.oddity(path)
+                is_said = lines is not None and lines[0] > 0  # of an earlier part
+                if not _note_oddity(odd, file.name, corpus.FileNotes() if is_said else self.notes_of_read):
+                    return
             if self.of_record is None:
-                texts = formats.texts(path, file.field, span)
-                yield from _mark_cuts(texts, lines, file.whole_bytes) if lines else texts
+                texts = formats.texts(path, file.field, span, file.name)
+                for text in _mark_cuts(texts, lines, file.whole_bytes) if lines else texts:
+                    if isinstance(text, readers.TokenIds):
+                        text.place = file.rename_copy(text.place, path, lines)
+                    yield text
             else:
                 for place, record in formats.records(path, self.columns, span):
                     yield self.of_record(record, place, file.field)
@@ -206,10 +216,13 @@ def open_source(
     groups = [(one,) for one in data.sources] if data.sources[0].weight else [data.sources]
     files_of_groups = []
     for group in groups:
-        paths = _files_of(group, "data.source", columns, notes, progress, uncopied)
-        for path in [path for path in paths if path[0].resolve() in kept_out]:
-            paths.remove(path)
-            notes.skip("held out", path[0])
+        paths = []
+        for path, field in _files_of(group, "data.source", columns, notes, progress, uncopied):
+            if path.resolve() in kept_out:
+                far = (uncopied or {}).get(path)
+                notes.skip("held out", far.address if far else path)
+            else:
+                paths.append((path, field))
         files_of_groups.append(paths)
     every = [one for paths in (*files_of_groups, held_out) for one in paths]
     if of_record:
@@ -249,7 +262,7 @@ def open_source(
 
 
 def _mark_cuts(texts: Iterator[bytes], lines: formats.Span, whole_bytes: int) -> Iterator[bytes]:
-    """The documents in some lines of a file, of which the first and the last know what is cut there of a text."""
+    """The documents in some lines of a file. The first and the last one are marked if the text goes on beyond them."""
     before = next(texts, None)
     if isinstance(before, readers.Section):
         before.resumes = lines[0] > 0
@@ -328,11 +341,11 @@ def _hash(
 
 
 def _note_oddity(odd: str, name: str, notes: corpus.FileNotes) -> bool:
-    """Whether a file is read, of which `odd` is odd. Notes are told of it."""
+    """Whether a file with an oddity ('': none) is read nevertheless. The oddity is added to the notes."""
     if odd == formats.NOT_UTF8:
-        notes.add("not UTF-8, read byte by byte", Path(name))
+        notes.add("not UTF-8, read byte by byte", name)
     elif odd:
-        notes.skip(odd, Path(name))
+        notes.skip(odd, name)
     return odd in ("", formats.NOT_UTF8)
 
 
@@ -347,5 +360,5 @@ def _list_files(
             file = SourceFile(path, field, path.stat().st_size, "")
             file = dataclasses.replace(file, version=f"{path.name} {file.current_version()}")
         if not file.size_bytes:
-            notes.skip("empty", path)
+            notes.skip("empty", file.name)
         yield file if file.size_bytes else None

@@ -22,7 +22,7 @@ SMALL_FILES = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
-# The files about the tokenizer, the chat templates and the tokens that end an answer.
+# The files of a tokenizer, of chat templates, and of the tokens that end an answer.
 FILES = (
     "tokenizer.json",
     *(name for name in SMALL_FILES if name != MODEL),
@@ -44,8 +44,9 @@ def named_tokens(tokenizer: Path) -> dict[str, str]:
     settings = read_object(tokenizer.with_name(SETTINGS))
     if "added_tokens_decoder" not in settings:
         settings |= read_object(tokenizer.with_name(SPECIAL_TOKENS_MAP))
-    tokens = {name: text_of_token(token) for name, token in settings.items() if name.endswith("_token")}
-    return {name: text for name, text in tokens.items() if isinstance(text, str) and text}
+    tokens = {name: token for name, token in settings.items() if name.endswith("_token")}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def declared_tokens(tokenizer: Path) -> dict[int, Mapping[str, Any]]:
@@ -126,8 +127,3 @@ def files_of(tokenizer: Path) -> dict[str, bytes]:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object of a file beside a tokenizer; empty if there is no file. Raises InputError for another value."""
     return json_object(read_text(path), path, "correct or remove it") if path.is_file() else {}
-
-
-def text_of_token(token: Any) -> Any:
-    """The text of a special token, which tokenizer_config.json writes alone or as the content of an object."""
-    return token.get("content") if isinstance(token, dict) else token

@@ -19,7 +19,7 @@ _LOOKED_AT = 64  # files of images or sounds whose sizes stand for all
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What a source gave when some rows of it were read, as many at once as a run reads."""
+    """A measurement of a source: some of its rows were read, as many at once as a run reads."""
 
     rows: int
     seconds: float

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from gspmd_lm import files
 from gspmd_lm.data import remote, special_tokens
 from gspmd_lm.data.encodings import byte_names
 from gspmd_lm.errors import InputError
@@ -66,8 +67,12 @@ def convert(name: str) -> dict[str, bytes]:
     if "://" in name:
         content = remote.beside(name, [Path(name).name], "data.tokenizer").get(Path(name).name)
     else:
-        path = Path(name).expanduser()
-        content = path.read_bytes() if path.is_file() else None
+        try:
+            content = files.expand_user(name).read_bytes()
+        except FileNotFoundError:
+            content = None
+        except (OSError, ValueError) as error:
+            raise InputError(f"data.tokenizer: {name}: cannot be read ({error})\n  fix   correct the path") from error
     if content is None:
         raise InputError(f"data.tokenizer: {name}: no such file\n  fix   correct the path")
     return _as_files(content, name, stem)

@@ -57,6 +57,7 @@ class FlatFile:
         return len(self.stops) > 0
 
     def byte_span(self, start: int, stop: int) -> Span:
+        """The bytes to read for the tokens from one to before another."""
         begin, size = self.first_byte + self.first * self.dtype.itemsize, self.dtype.itemsize
         return begin + start * size, begin + stop * size
 
@@ -119,7 +120,11 @@ def _are_named(source: Source) -> bool:
         return False
     if any(character in path for character in "*?[") or formats.format_of(Path(path)):
         return False
-    there = Folder(path if files.is_remote(path) else str(Path(path).expanduser()), "data.source").sizes()
+    if not files.is_remote(path):
+        path = str(files.expand_user(path))
+        if not os.path.isdir(path) or not os.access(path, os.R_OK, effective_ids=True):  # corpus.py says what is wrong
+            return False
+    there = Folder(path, "data.source").sizes()
     are_texts = MANIFEST in there or any(formats.format_of(Path(name)) for name in there)
     return not are_texts and any(name.endswith((BIN, NPY)) for name in there)
 
@@ -171,10 +176,6 @@ def open_files(config: Config, tokenizer: Tokenizer) -> Tokens:
         f"fingerprint {fingerprint[:12]}{where}",
         notes="",
         fingerprint=fingerprint,
-        replaced_bytes=0,
-        left_out=0,
-        spelled_ends=0,
-        spelled_texts=0,
         has_own_held_out=bool(data.held_out_sources),
     )
 
@@ -203,10 +204,11 @@ def _list_paths(named: str, place: str) -> list[str]:
         kind = named.partition("://")[0]
         paths = [f"{kind}://{name}" for name in remote.list_names(named, place)]
     else:
-        path = os.path.abspath(Path(named).expanduser())
+        path = os.path.abspath(files.expand_user(named))
         is_glob = not os.path.lexists(path)
         pattern = path if is_glob else glob.escape(path)
-        paths = sorted(glob.glob(f"{pattern}/*" if os.path.isdir(path) else pattern, recursive=True))
+        found = glob.glob(f"{pattern}/*" if os.path.isdir(path) else pattern, recursive=True)
+        paths = sorted(filter(os.path.isfile, found))  # not a folder, nor a link to nothing
     paths = [path for path in paths if path.endswith((BIN, NPY))]
     if not paths:
         raise InputError(f"{place}: {named} matches no file of tokens\n  fix   give .bin or .npy files, or a folder")

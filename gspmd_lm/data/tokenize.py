@@ -27,7 +27,7 @@ def tokenize(config: Config, out: str, progress: Progress | None = None) -> list
     if tokens.find_folders(data) or token_files.name_of_files(data):
         raise InputError(f"data.source={data.source}: has tokens already\n  fix   name the texts")
     if not files.is_remote(out):
-        out = str(Path(out).expanduser().absolute())
+        out = str(files.expand_user(out).absolute())
         files.check_folder("--out=", Path(out))
     source, encoder, made = encoders.open_source(config, progress, hashed=False)
     folder = Folder(out, "--out")

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-import logging
+import os
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ import tokenizers
 
 from gspmd_lm import files
 from gspmd_lm.config.paths import cache_folder, download, unwritable
-from gspmd_lm.data import remote, special_tokens, tiktoken_files
+from gspmd_lm.data import formats, remote, special_tokens, tiktoken_files
 from gspmd_lm.data.encodings import byte_names, count_dropped, encode_texts
 from gspmd_lm.errors import InputError
 from gspmd_lm.units import plural
@@ -26,7 +26,6 @@ MASK = "<mask>"
 _MASK_NAMES = ("[MASK]", MASK)  # likewise for mask_token
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # surrogateescape shows bytes that it cannot decode so
 NO_CHARACTER = re.compile("[\ud800-\udfff]")  # such bytes, and halves of escaped characters
-_log = logging.getLogger(__name__)
 
 
 class Bytes:
@@ -182,11 +181,14 @@ class HuggingFace:
         """The text of the token with an id; None if there is none."""
         return self._tokenizer.id_to_token(number)
 
-    def encode_marked(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-        """Encodings of texts, with offsets. Special tokens that are spelled out are encoded as special tokens."""
+    def encode_marked(self, texts: Sequence[str], in_template: bool = False) -> list[tokenizers.Encoding]:
+        """Encodings of texts, with offsets. Special tokens that are spelled out are encoded as special tokens.
+
+        in_template: with those that the file's template puts around a text.
+        """
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._encode_counted(texts, add_special_tokens=False)
+            return self._encode_counted(texts, add_special_tokens=in_template)
         finally:
             self._tokenizer.encode_special_tokens = True
 
@@ -195,16 +197,8 @@ class HuggingFace:
 
         Special tokens that the file's template puts after a text are left out: this one goes on.
         """
-        ids = self._encode_whole(text).ids
-        return np.asarray(ids[: len(ids) - self._appended], np.int32)
-
-    def _encode_whole(self, text: str) -> tokenizers.Encoding:
-        """The encoding of a text with its template, where special tokens that are spelled out are special tokens."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            return self._encode_counted([text], add_special_tokens=True)[0]
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        (encoding,) = self.encode_marked([text], in_template=True)
+        return np.asarray(encoding.ids[: len(encoding.ids) - self._appended], np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
         """The text of the ids as UTF-8, with special tokens spelled out or left out.
@@ -256,7 +250,7 @@ class HuggingFace:
         """The special tokens that the file's template puts before a text, and after it."""
         alone = self._tokenizer.id_to_token(self.end)  # a text of one token in any vocabulary
         assert alone
-        encoding = self._encode_whole(alone)
+        (encoding,) = self.encode_marked([alone], in_template=True)
         of_text = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
         ids = tuple(encoding.ids)
         return (ids[: of_text[0]], ids[of_text[-1] + 1 :]) if of_text else ((), ())
@@ -285,7 +279,7 @@ class HuggingFace:
         for name in names:
             if name in self.special:
                 if not self.special.keys() <= {END_OF_TEXT, MASK, name}:
-                    _say_once(
+                    formats.say_once(
                         f"{self.path}: no file beside it names the {key}; {name} is taken for it, because it is often "
                         f'named so. A {special_tokens.SETTINGS} with "{key}" says it.'
                     )
@@ -339,11 +333,6 @@ def _ends(end: int) -> tokenizers.processors.TemplateProcessing:
     )
 
 
-@functools.cache
-def _say_once(message: str) -> None:
-    _log.warning("%s", message)
-
-
 @functools.lru_cache(maxsize=1)
 def _parse_file(path: Path, sha256: str, beside: str) -> tuple[tokenizers.Tokenizer, str]:
     """The tokenizer of a file with this content, which each caller changes alike, and its added tokens before that.
@@ -385,9 +374,9 @@ def tokenizer_path(name: str) -> Path:
         return _keep_files(tiktoken_files.convert(name))
     if "://" in name:
         return _copy_files(name if name.endswith(".json") else f"{name.rstrip('/')}/{FILE}")
-    path = Path(name).expanduser()
-    path = path / FILE if path.is_dir() else path
-    if not path.is_file():
+    path = files.expand_user(name)
+    path = path / FILE if os.path.isdir(path) else path  # Path.is_dir raises OSError for a name that is too long
+    if not os.path.isfile(path):
         fix = download(name, "give the path of a tokenizer.json, or bytes")
         raise InputError(f"data.tokenizer: {path}: no such file\n  fix   {fix}")
     return path

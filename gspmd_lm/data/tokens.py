@@ -41,8 +41,8 @@ class TokenSplit:
     weight: float | None  # rows are drawn from splits in proportion to it
     # Conversations have the bits of data/packing.py, labelled texts those of data/labelled.py.
     stream: Stream
-    # How many tokens have no target after them: in documents the ends, in conversations all but those before the
-    # assistant's tokens, in labelled texts all, in pairs those of sources.
+    # How many tokens have no target after them: the ends of documents, all tokens of conversations but those before the
+    # assistant's, all of labelled texts, and those of the sources of pairs.
     ends: int = 0
     cut: int = 0  # labelled texts and pairs of which something was cut
 
@@ -56,10 +56,10 @@ class Tokens:
     description: str  # of what they were made, for the user
     notes: str  # lines about files that were skipped or are odd
     fingerprint: str  # equal only for equal tokens
-    replaced_bytes: int  # bytes or characters that no token stands for
-    left_out: int  # documents that are not used for training because they are in the files for evaluation
-    spelled_ends: int  # how often a text file spells the token that ends a text
-    spelled_texts: int  # how many documents spell it where it ends none
+    replaced_bytes: int = 0  # bytes or characters that no token stands for
+    left_out: int = 0  # documents that are not used for training because they are in the files for evaluation
+    spelled_ends: int = 0  # how often a text file spells the token that ends a text
+    spelled_texts: int = 0  # how many documents spell it where it ends none
     classes: tuple[str, ...] = ()  # of labelled texts
     has_own_held_out: bool = False  # whether evaluation has files of its own, not a share of the documents
 
@@ -134,7 +134,7 @@ def sizes_name(shard: str) -> str:
 
 
 def damage(folder: Folder, manifest: Mapping[str, Any]) -> str:
-    """What of a folder on this machine differs from its manifest, all bytes looked at; '' if nothing does."""
+    """The first difference between a folder on this machine and its manifest, all bytes compared; '' for none."""
     for facts in (facts for split in manifest["splits"] for facts in split["shards"]):
         for name, sha256 in ((facts["name"], facts["sha256"]), (sizes_name(facts["name"]), facts["sizes_sha256"])):
             try:
@@ -165,7 +165,7 @@ def find_folders(data: Data) -> list[tuple[Folder, dict[str, Any]]]:
 def _find(path: str, place: str) -> tuple[Folder, dict[str, Any]] | None:
     """The folder of tokens at a path or an address, and its manifest; None if there is none."""
     if not files.is_remote(path):
-        path = str(Path(path).expanduser())
+        path = str(files.expand_user(path))
         if not os.path.isfile(os.path.join(path, MANIFEST)):  # a name that is too long is none, and no error
             return None
     elif any(character in path for character in "*?[") or formats.format_of(Path(path)):
@@ -216,7 +216,8 @@ def _say_changes(folder: Folder) -> str:
     if content is None:
         return ""
     found = [(Path(name), version) for name, version in files.checked_value(content, folder.path(SOURCE)).items()]
-    changed = [path for path, version in found if path.is_file() and file_version(path) != version]
+    # Where another user made them, os.path.isfile says False of a folder that may not be entered. Path.is_file raises.
+    changed = [path for path, version in found if os.path.isfile(path) and file_version(path) != version]
     if not changed:
         return ""
     return f"warning: changed since the tokens in {folder.address} were made: {list_names(changed)}"

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -88,9 +89,9 @@ def keeps_tokenizer(config: Config, workdir: epath.Path) -> bool:
     name = config.data.tokenizer
     if name == "bytes" or trained_size(name) or files.is_remote(name):
         return name != "bytes"
-    path = Path(name).expanduser()
+    path = files.expand_user(name)
     is_inside = not files.is_remote(workdir) and Path(workdir).absolute() in path.absolute().parents
-    return path.exists() and not is_inside
+    return os.path.exists(path) and not is_inside
 
 
 def files_to_keep(config: Config, workdir: epath.Path, made: Path | None) -> dict[str, bytes]:
@@ -138,7 +139,7 @@ def with_workdir_tokenizer(config: Config, workdir: str) -> Config:
         sha256 = hashlib.sha256(kept.read_bytes()).hexdigest()
     except Exception as error:  # the packages of remote stores have no common class
         raise InputError(f"--workdir={workdir}: cannot be read ({error})\n  fix   correct it, or log in") from error
-    is_named = trained_size(name) is None and (files.is_remote(name) or Path(name).expanduser().exists())
+    is_named = trained_size(name) is None and (files.is_remote(name) or os.path.exists(files.expand_user(name)))
     if is_named and name != _tokenizer_of_run(workdir):
         other = hashlib.sha256(tokenizer_path(name).read_bytes()).hexdigest()
         if other != sha256:
@@ -164,7 +165,7 @@ def _tokenizer_of_run(workdir: str) -> str | None:
 
 
 def with_trained_tokenizer(config: Config, progress: Progress | None = None) -> Config:
-    """The config, with a tokenizer that is yet to be trained replaced by one that is trained now. See `of_source`."""
+    """The config, with a tokenizer that is yet to be trained replaced by that of `tokenizer_of_source`."""
     size = trained_size(config.data.tokenizer)
     if size is None:
         return config
@@ -202,15 +203,7 @@ def tokenizer_of_source(
 def _sample(source: DocumentSource, progress: Progress | None) -> Iterator[bytes]:
     """The documents to train a tokenizer on: of a large source every second, every third, ..."""
     every = -(-source.size_bytes // MOST_BYTES)
-    for document in itertools.islice(
-        source.walk(source.parts, "training the tokenizer", progress), every - 1, None, every
-    ):
-        if isinstance(document, TokenIds):
-            raise InputError(
-                f"{document.place}: tokens, on which no tokenizer is trained\n"
-                "  fix   set data.tokenizer to the one that they were made with"
-            )
-        yield document
+    return itertools.islice(source.walk(source.parts, "training the tokenizer", progress), every - 1, None, every)
 
 
 def train_tokenizer(
@@ -219,9 +212,9 @@ def train_tokenizer(
     """A byte-level BPE tokenizer of at most `vocab_size` tokens, trained on the documents and saved as `path`.
 
     special: its special tokens, an end token among them. A small source may give fewer tokens. Raises InputError if
-    `path` exists, or if `vocab_size` is too small for 256 bytes and the special tokens.
+    `path` exists, if `vocab_size` is too small for 256 bytes and the special tokens, or if a document is tokens.
     """
-    path = Path(path).expanduser()
+    path = files.expand_user(path)
     if path.exists():
         raise InputError(f"{path}: exists already\n  fix   remove it, or choose another name")
     least = 256 + len(special)
@@ -240,10 +233,19 @@ def train_tokenizer(
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator((document.decode("utf-8", "replace") for document in documents), trainer)
+    bpe.train_from_iterator(map(_decode_text, documents), trainer)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, bpe.to_str())
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({files.reason(error)})\n  fix   choose another name") from error
     return load_tokenizer(str(path))
+
+
+def _decode_text(document: bytes) -> str:
+    if isinstance(document, TokenIds):
+        raise InputError(
+            f"{document.place}: tokens, on which no tokenizer is trained\n"
+            "  fix   set data.tokenizer to the one that they were made with"
+        )
+    return document.decode("utf-8", "replace")

@@ -1,5 +1,6 @@
 """What tests of tokens share."""
 
+import fsspec
 import pytest
 
 from gspmd_lm.data import folders
@@ -11,6 +12,16 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def bucket():
+    """An empty store in memory."""
+    found = fsspec.filesystem("memory")
+    found.store.clear()
+    found.pseudo_dirs[:] = [""]
+    yield found
+    found.store.clear()
 
 
 @pytest.fixture

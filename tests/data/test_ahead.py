@@ -4,27 +4,24 @@ import gzip
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import ahead, ahead_process, loader, making, readers, tokenizer
 from gspmd_lm.errors import InputError, RunFailed
 from tests.data.answering import Here
+from tests.data.configs import config_of
 from tests.data.test_tokens import framing
 
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 64}
 END, FILES, DOCUMENTS = 256, 6, 40
 
 
 def _config(source="texts", model=None, **data):
-    data = {"source": source, "batch": 4, "seq": 32, "held_out": 0, "tokenize": "ahead"} | data
-    about = {"name": "x", "model": nest(MODEL | (model or {})), "data": data, "train": {"steps": 1}}
-    return config.from_dict(about, "x")
+    return config_of({"source": source, "batch": 4, "held_out": 0, "tokenize": "ahead"} | data, model)
 
 
 @pytest.fixture(autouse=True)
@@ -148,9 +145,19 @@ def test_a_process_that_dies_is_an_error(opened):
     rows, _ = opened()
     _read(rows, range(3))
     for process in rows.rows.processes:
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises(RunFailed, match=r"a process that tokenizes ended with code -9\n  fix "):
         _read(rows, range(3, 99))
+
+
+def test_a_process_that_dies_within_an_answer_is_an_error(monkeypatch):
+    half = "import pickle, sys; sys.stdout.buffer.write(pickle.dumps([*range(999)])[:500])"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: start([command[0], "-c", half], **how))
+    process = ahead.Process(b"", 1)
+    with pytest.raises(RunFailed, match=r"a process that tokenizes ended with code 0\n  fix "):
+        process.ask(ahead_process.Request(0, 0, 0)).result()
+    process.stop()
 
 
 def test_what_gives_no_rows_is_said(opened):

@@ -179,7 +179,7 @@ def test_two_processes_share_the_work_and_do_no_part_twice(texts, monkeypatch):
     assert [process.returncode for process in both] == [0, 0]
     assert min(built for built, *_ in results) > 0 and results[0][1:] == results[1][1:]
     monkeypatch.setattr(making, "UNIT_BYTES", 1000)
-    units = making.plan_units(texts, ["train", "held_out"])
+    units = making.plan_units(texts, ["train", "held_out"], 1000)
     assert sum(built for built, *_ in results) == len(units) > 5
     shared = {path.name: path.read_bytes() for path in _entry().iterdir()}
     monkeypatch.setenv("GSPMD_LM_CACHE", os.environ["GSPMD_LM_CACHE"] + "2")

@@ -3,14 +3,13 @@ import os
 import sys
 from pathlib import Path
 
-import fsspec
 import pyarrow
 import pyarrow.ipc
 import pytest
 
 from gspmd_lm.config import Data
 from gspmd_lm.config.data import Source
-from gspmd_lm.data import corpus, formats, remote, sources
+from gspmd_lm.data import corpus, formats, remote, sources, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import lock
 
@@ -201,19 +200,15 @@ def test_hashing_tells_how_much_there_is():
 
 
 @pytest.fixture
-def store():
-    found = fsspec.filesystem("memory")
-    found.store.clear()
-    found.pseudo_dirs[:] = [""]
+def store(bucket):
     for name in ("b.txt", "a.jsonl", "sub/c.txt", "x.pdf"):
-        found.pipe(f"/corpus/{name}", b'{"text": "a"}' if name == "a.jsonl" else name.encode())
-    yield found
-    found.store.clear()
+        bucket.pipe(f"/corpus/{name}", b'{"text": "a"}' if name == "a.jsonl" else name.encode())
+    return bucket
 
 
 def test_addresses_are_copied_once(store, monkeypatch):
     assert _read("memory://corpus") == ["a", "b.txt", "sub/c.txt"]
-    assert "unknown ending: memory:/corpus/x.pdf" in _open("memory://corpus").notes
+    assert "unknown ending: memory:///corpus/x.pdf" in _open("memory://corpus").notes
     monkeypatch.setattr(remote, "_blocks", lambda *_: pytest.fail("copied again"))
     assert _read("memory://corpus/*.txt") == ["b.txt"] and _read("memory://corpus/b.txt") == ["b.txt"]
 
@@ -254,8 +249,11 @@ def test_bad_addresses(store, monkeypatch):
 @pytest.mark.parametrize(("address", "package"), [("gs://b/x", "gcsfs"), ("s3://b/x", "s3fs")])
 def test_a_missing_package_is_named(monkeypatch, address, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InputError, match=rf"{address}: a package is missing\n  fix   pip install {package}"):
+    missing = rf": a package is missing\n  fix   pip install {package}"
+    with pytest.raises(InputError, match=address + missing):
         _open(address)
+    with pytest.raises(InputError, match=rf"data\.tokenizer: {address}/gpt2\.tiktoken{missing}"):
+        tokenizer.load_tokenizer(f"{address}/gpt2.tiktoken")
 
 
 def test_the_page_names_every_ending():

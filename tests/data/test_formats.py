@@ -83,6 +83,10 @@ def test_html_is_what_a_browser_shows(tmp_path):
                      "    as  it is"]  # fmt: skip
     latin = '<meta http-equiv=x content="text/html; charset=iso-8859-1"><p>grün'.encode("latin-1")
     assert _texts(tmp_path / "a.htm", latin) == ["grün".encode()]
+    quoted = b'<meta charset="latin1"><p>\x93gr\xfcn\x94'  # as browsers read it, in windows-1252
+    assert _texts(tmp_path / "a.htm", quoted) == ["“grün”".encode()]
+    assert _texts(tmp_path / "a.htm", "<meta charset=utf-16><p>grün") == ["grün".encode()]
+    assert _texts(tmp_path / "a.htm", "<p>a<![foo[x]]>b<![ [>c<![if !IE]>d<![endif]>e") == [b"abcde"]
     assert _texts(tmp_path / "a.htm", "<meta charset=no-such><p>grün") == ["grün".encode()]
     assert _texts(tmp_path / "a.htm", b"<p>\xff") == [b"\xff"]
     assert _texts(tmp_path / "a.htm", "<script>only</script>") == []
@@ -114,8 +118,17 @@ def test_json(tmp_path):
         _texts(path, "[1]")
     with pytest.raises(InputError, match=r"a\.json: not valid JSON"):
         _texts(path, '{"text": ')
+    with pytest.raises(InputError, match=r"item 1: text is a list, not text\n  fix   for conversations"):
+        _texts(path, '[{"text": [[1], [2, 3]]}]')
     with pytest.raises(InputError, match=r"item 1: text is a dict, not text\n  fix   set .* to one of id$"):
         _texts(path, '[{"text": {}, "id": "x"}]')
+
+
+def test_a_file_of_tokens_is_no_text_as_a_whole(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": [1, 2]}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl:2: text is a list of tokens, not text\n  fix "):
+        formats.whole(tmp_path / "a.jsonl", "text")
+    assert len(_texts(tmp_path / "a.jsonl")) == 2
 
 
 def test_csv(tmp_path):

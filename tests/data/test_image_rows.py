@@ -9,10 +9,9 @@ import pytest
 
 import gspmd_lm
 from gspmd_lm import InputError
-from gspmd_lm import config as configs
-from gspmd_lm.config import nest
 from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.data import images, loader, media
+from tests.data import configs
 from tests.quick import QUICK_FLAGS
 
 Image = pytest.importorskip("PIL.Image", reason="pip install 'gspmd_lm[vision]'")
@@ -35,30 +34,10 @@ def folder(tmp_path):
 
 
 def config_of(source, *, held_out=0.25, steps=3, model=(), **data):
-    plain = {
-        "layers": 1,
-        "embed": 16,
-        "heads": 2,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "mlp": 32,
-        "vocab": 0,
-        "context": 5,
-        "attention.mask": "full",
-        "norm.kind": "layernorm",
-        "norm.bias": True,
-        "feed_forward.kind": "plain",
-        "feed_forward.activation": "gelu",
-        "positions": "learned",
-        "classes.count": 3,
-        "patches": {"image": 8, "size": 4},
-        "compute_dtype": "float32",
-    }
-    of_data = {"source": str(source), "batch": 8, "seq": 8, "held_out": held_out, **data}
-    return configs.from_dict(
-        {"name": "pictures", "objective": "classes", "model": nest(plain | dict(model)), "data": of_data,
-         "train": {"steps": steps, "eval_batches": 9, "trackers": []}, "optimizer": {"learning_rate": 1e-2}}, "test",
-    )  # fmt: skip
+    own = {"vocab": 0, "context": 5, "attention.mask": "full", "classes.count": 3, "patches": {"image": 8, "size": 4}}
+    of_data = {"source": str(source), "seq": 8, "held_out": held_out} | data
+    how = {"optimizer": {"learning_rate": 1e-2}, "steps": steps, "eval_batches": 9, "trackers": []}
+    return configs.config_of(of_data, own | dict(model), "classes", configs.MEDIA, **how)
 
 
 def test_rows_are_patches_of_the_images_behind_the_learned_row(folder):

@@ -12,13 +12,10 @@ import pytest
 import tokenizers
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
-from gspmd_lm.data import corpus, labelled, loader, making
+from gspmd_lm.data import corpus, labelled, loader
 from gspmd_lm.errors import InputError
+from tests.data.configs import config_of
 
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 256,
-         "attention.mask": "full"}  # fmt: skip
 RECORDS = [{"a": f"one {i}", "b": f'"two" {i}', "label": ("no", "yes", "maybe")[i % 3], "id": i} for i in range(60)]
 PAIR = {"fields": ["a", "b"], "label": "label"}
 
@@ -35,10 +32,9 @@ def _lines(name, records):
 
 
 def _config(classes=3, **data):
-    data = {"source": "a.jsonl", "batch": 8, "seq": 32, "held_out": 0} | PAIR | data
     classes = 1 if data.get("label_kind") == "number" else classes
-    settings = {"name": "x", "objective": "classes", "model": nest(MODEL | {"classes.count": classes}), "data": data}
-    return config.from_dict(settings | {"train": {"steps": 1}}, "x")
+    model = {"vocab": 300, "attention.mask": "full", "classes.count": classes}
+    return config_of({"source": "a.jsonl", "held_out": 0} | PAIR | data, model, "classes")
 
 
 def _open(classes=3, **data):
@@ -208,6 +204,15 @@ def test_order_and_padding_of_batches():
     assert np.bincount(labels[:15]).tolist() == np.bincount(_all(held_out)["labels"]).tolist()
 
 
+def test_classes_that_are_damaged_in_the_cache_are_read_anew(folder, caplog):
+    expected = _open()[0].classes
+    (path,) = (folder / "cache" / "data").glob("*.classes.json")
+    path.write_text(path.read_text().replace("maybe", "never"))
+    assert _open()[0].classes == expected and f"{path}: its sha256 has changed, and is made anew" in caplog.text
+    caplog.clear()
+    assert _open()[0].classes == expected and not caplog.messages
+
+
 def test_sources_with_weights():
     _lines("b.jsonl", RECORDS[:10])
     mixed, _ = _open(source=[{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}])
@@ -215,21 +220,6 @@ def test_sources_with_weights():
     read, alone = mixed.rows.read([59, 60, -1]), _all(_open()[0])
     assert (read["tokens"][:2] == alone["tokens"][[59, 0]]).all()
     assert read["labels"].tolist() == [*alone["labels"][[59, 0]].tolist(), -1]
-
-
-def test_a_stopped_build_goes_on(folder, monkeypatch):
-    whole = _all(_open(held_out=0.2)[0])
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
-    monkeypatch.setattr(making, "UNIT_BYTES", 300)
-
-    def stop(what, done_bytes, total_bytes, rate=""):
-        if what == "tokenizing" and done_bytes > total_bytes / 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loader.open_loaders(_config(held_out=0.2), stop)
-    resumed = _all(_open(held_out=0.2)[0])
-    assert all((resumed[name] == whole[name]).all() for name in whole)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,11 @@ from conversations import CHATML, turns, write_tokenizer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
-from gspmd_lm.data import chat, loader, making, packing
+from gspmd_lm.data import chat, loader, packing
 from gspmd_lm.errors import InputError
+from tests.data.configs import config_of
 
-NAMES = (*packing.FIELDS, "row")
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 256}
+NAMES = ("tokens", "targets", "segment_ids", "positions", "row")
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +28,7 @@ def folder(folder):
 
 
 def _config(vocab=257, **data):
-    data = {"source": "a.jsonl", "batch": 8, "seq": 32, "held_out": 0.1} | data
-    return config.from_dict(
-        {"name": "x", "model": nest(MODEL | {"vocab": vocab}), "data": data, "train": {"steps": 1}}, "x"
-    )
+    return config_of({"source": "a.jsonl", "held_out": 0.1} | data, {"vocab": vocab})
 
 
 def _open(**data):
@@ -112,7 +107,7 @@ def test_a_process_reads_only_the_rows_of_its_devices(monkeypatch):
         return {device: index for device, index in original(self, shape).items() if device.id >= 4}
 
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", of_one_process)
-    rows = loader._local_rows(shardings, {name: (8,) if name == "row" else (8, 32) for name in NAMES})
+    rows = train.local_rows(shardings)
     assert rows.tolist() == [4, 5, 6, 7]
     local, whole = train.rows_at(0, rows), train.rows_at(0, slice(None))
     index = (slice(6, 8), slice(16, 32))
@@ -204,6 +199,11 @@ def _wait_until(condition, within_s=180.0):
             r"for (training|evaluation) are less",
         ),
         ({"source": "none/*.txt"}, 257, "matches no file"),
+        ({"source": "~none"}, 257, "~none matches no file"),
+        ({"source": "a.jsonl " * 40 + "none"}, 257, "matches no file, and neither does none in it"),
+        ({"tokenizer": "~none"}, 257, "~none: no such file"),
+        ({"tokenizer": "none" * 99}, 257, "no such file"),
+        ({"tokenizer": "~none/gpt2.tiktoken"}, 257, "no such file"),
         ({"source": "random:x"}, 257, "write random:ROWS"),
         ({"source": f"random:{10**30}"}, 257, r"more than 1,073,741,824 tokens, .*\n  fix   random:32537631 or less"),
         ({"tokenizer": "none.json"}, 257, "no such file"),
@@ -280,44 +280,14 @@ def test_conversations_are_encoded_once_per_template(conversations, folder, monk
     assert len(encoded) == 400
 
 
-def test_a_stopped_build_of_conversations_goes_on(conversations, folder, monkeypatch):
-    whole, _ = loader.open_loaders(_config(vocab=300, **conversations))
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
-    monkeypatch.setattr(making, "UNIT_BYTES", 2000)
-
-    def stop(what, done_bytes, total_bytes, rate=""):
-        if what == "tokenizing" and done_bytes > total_bytes / 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loader.open_loaders(_config(vocab=300, **conversations), stop)
-    resumed, _ = loader.open_loaders(_config(vocab=300, **conversations))
-    assert (
-        resumed.description == whole.description
-        and (np.asarray(resumed.rows.stream) == np.asarray(whole.rows.stream)).all()
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "text", "settings", "message"),
     [
         ("b.jsonl", '\n{"messages": []}', {}, r"b\.jsonl:2: messages is empty\n  fix "),
         ("b.jsonl", '{"messages": [', {}, r"b\.jsonl:1: not valid JSON"),
-        (
-            "b.jsonl",
-            '{"messages": []}',
-            {"messages_field": ""},
-            r"b\.jsonl:1: no field text\n.* one of messages, or for conversations data\.messages_field",
-        ),
         ("b.txt", "text", {}, r"b\.txt: no records, which data\.messages_field=messages needs\n  fix   name \.jsonl"),
         ("b.jsonl", "{}", {"tokenizer": "bytes"}, r"bytes has no chat template"),
         ("b.jsonl", "{}", {"packing": "stream"}, r"data\.messages_field needs data\.packing: documents"),
-        (
-            "b.jsonl",
-            '{"messages": []}',
-            {"messages_field": "", "text_field": "messages"},
-            r"b\.jsonl:1: messages is a list, not text\n  fix   for conversations set data\.messages_field=messages",
-        ),
     ],
 )
 def test_bad_conversations(conversations, folder, name, text, settings, message):
@@ -327,7 +297,6 @@ def test_bad_conversations(conversations, folder, name, text, settings, message)
 
 
 def test_a_padded_vocabulary_does_not_make_room_for_tokens():
-    model = MODEL | {"vocab": 200, "padded_vocab": 512}
-    padded = config.from_dict({"name": "x", "model": nest(model), "train": {"steps": 1}, "data": {"seq": 32}}, "x")
+    padded = config_of({}, {"vocab": 200, "padded_vocab": 512})
     with pytest.raises(InputError, match=r"model\.vocab=200\n  fix   --set model\.vocab=0"):
         loader.open_loaders(padded)

@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import loader, packing, tokenizer, trained
 from gspmd_lm.errors import InputError
+from tests.data.configs import config_of
 
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 400, "context": 256,
-         "attention.mask": "full"}  # fmt: skip
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -32,10 +29,10 @@ def folder(folder):
     return folder
 
 
-def _open(objective="masked", model=MODEL, **data):
+def _open(objective="masked", model=None, **data):
     data = {"source": "a.jsonl", "tokenizer": "bert.json", "batch": 16, "seq": 64, "held_out": 0.1} | data
-    settings = {"name": "x", "objective": objective, "model": nest(model), "data": data, "train": {"steps": 1}}
-    train, held_out = loader.open_loaders(config.from_dict(settings, "x"))
+    model = {"vocab": 400, "attention.mask": "full"} | (model or {})
+    train, held_out = loader.open_loaders(config_of(data, model, objective))
     assert held_out
     return train, held_out
 
@@ -65,7 +62,7 @@ def test_the_shares_of_what_is_chosen_and_what_stands_there():
 
 
 def test_tokens_in_place_of_others_are_told_apart_from_all_true_ones():
-    model = MODEL | {"classes.count": 1, "classes.of": "tokens"}
+    model = {"classes.count": 1, "classes.of": "tokens"}
     train, _ = _open(objective="replaced", model=model)
     read, plain = _rows(train, range(20)), _rows(_unmasked(train), range(20))
     others = read["tokens"] != plain["tokens"]

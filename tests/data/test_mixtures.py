@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import cache, loader, making, packing, sources, tokenizer
 from gspmd_lm.errors import InputError
-
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 256}
+from tests.data.configs import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +25,7 @@ def _entry(letter, weight=None):
 
 
 def _config(*entries, **data):
-    data = {"source": list(entries), "batch": 8, "seq": 32, "held_out": 0} | data
-    return config.from_dict({"name": "x", "model": nest(MODEL), "data": data, "train": {"steps": 100}}, "x")
+    return config_of({"source": list(entries), "held_out": 0} | data, steps=100)
 
 
 def _letters(rows):
@@ -153,7 +150,7 @@ def test_a_source_of_its_own_for_evaluation(folder):
     assert "v.jsonl" in held_out.description
 
 
-def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatch):
+def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatch, stop):
     copied = [json.dumps({"a": json.loads(line)["v"]}) for line in (folder / "v.jsonl").read_text().splitlines()[:7]]
     with (folder / "a.jsonl").open("a") as file:
         file.write("\n" + "\n".join(copied))
@@ -166,11 +163,6 @@ def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatc
     assert "left out of training: 7 documents that are also in data.held_out" in train.description
     # A build that was stopped goes on to the same.
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
-
-    def stop(what, done_bytes, total_bytes, rate=""):
-        if what == "tokenizing" and done_bytes > 0.8 * total_bytes:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         loader.open_loaders(config_, stop)
     again, _ = loader.open_loaders(config_)

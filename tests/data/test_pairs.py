@@ -5,13 +5,11 @@ import json
 import pytest
 import tokenizers
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
+from tests.data.configs import config_of
 
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 256,
-         "encoder": {"start_token": 9}}  # fmt: skip
+MODEL = {"vocab": 300, "encoder": {"start_token": 9}}
 RECORDS = [{"from": f"{i} " + "a b" * (i % 3), "to": f"{i}" + "c" * (i % 5), "id": i} for i in range(40)]
 
 
@@ -22,16 +20,8 @@ def folder(folder):
 
 
 def _open(model=MODEL, objective="seq2seq", **data):
-    data = {
-        "source": "a.jsonl",
-        "batch": 8,
-        "seq": 16,
-        "source_seq": 24,
-        "held_out": 0,
-        "fields": ["from", "to"],
-    } | data
-    about = {"name": "x", "objective": objective, "model": nest(model), "data": data, "train": {"steps": 1}}
-    return loader.open_loaders(config.from_dict(about, "x"))
+    data = {"source": "a.jsonl", "seq": 16, "source_seq": 24, "held_out": 0, "fields": ["from", "to"]} | data
+    return loader.open_loaders(config_of(data, model, objective))
 
 
 def _pairs(rows):
@@ -101,6 +91,7 @@ def test_random_pairs_fill_their_rows():
         ({"fields": ["from"]}, r"objective: seq2seq needs data.fields=\[source, text\]"),
         ({"label": "id"}, "without data.label"),
         ({"fields": ["from", "too"]}, "no field too"),
+        ({"source": "random:60000000", "fields": [], "source_seq": 32}, "fix   random:22369621 or less"),
         ({"source_seq": 1}, "data.source_seq=1: a text has 1 special tokens"),
     ],
 )
@@ -108,4 +99,4 @@ def test_what_does_not_fit_is_refused(data, words):
     with pytest.raises(InputError, match=words):
         _open(**data)
     with pytest.raises(InputError, match=r"objective: causal needs texts or conv.*this config has data\.fields="):
-        _open({name: value for name, value in MODEL.items() if name != "encoder"}, "causal", source_seq=0)
+        _open({"vocab": 300}, "causal", source_seq=0)

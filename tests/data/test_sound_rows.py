@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from gspmd_lm import InputError
-from gspmd_lm import config as configs
-from gspmd_lm.config import nest
 from gspmd_lm.data import loader, sounds
-from tests.data import media
+from tests.data import configs, media
 
 RATE = 16000
 
@@ -34,19 +32,10 @@ def written(path, samples, rate=RATE, width=2, channels=1):
 
 
 def config_of(source, *, bands=8, held_out=0.0, fields=("file", "text"), model=(), **data):
-    plain = {
-        "layers": 1, "embed": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 32, "vocab": 257, "context": 16,
-        "norm.kind": "layernorm", "norm.bias": True, "feed_forward.kind": "plain", "feed_forward.activation": "gelu",
-        "positions": "learned",
-        "frames": {"bands": bands}, "encoder": {"context": 20, "start_token": 3, "first_tokens": [5, 6]},
-        "compute_dtype": "float32",
-    }  # fmt: skip
-    of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 24, "held_out": held_out, **data}
-    return configs.from_dict(
-        {"name": "speech", "objective": "seq2seq", "model": nest(plain | dict(model)),
-         "data": of_data | {"fields": fields},
-         "train": {"steps": 3, "trackers": []}, "optimizer": {"learning_rate": 1e-2}}, "test",
-    )  # fmt: skip
+    own = {"vocab": 257, "context": 16, "frames": {"bands": bands},
+           "encoder": {"context": 20, "start_token": 3, "first_tokens": [5, 6]}}  # fmt: skip
+    of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 24, "held_out": held_out, "fields": fields}
+    return configs.config_of(of_data | data, own | dict(model), "seq2seq", configs.MEDIA, steps=3, trackers=[])
 
 
 @pytest.fixture

@@ -41,6 +41,13 @@ def test_stdlib_is_the_interpreters_own_without_tests():
     assert os_py in list(source.documents()) or len(os_py) > readers.SECTION_BYTES
 
 
+def test_a_link_to_nothing_is_no_part_of_the_library(tmp_path, monkeypatch):
+    (tmp_path / "os.py").write_text("pass")
+    (tmp_path / "sitecustomize.py").symlink_to("/etc/none/sitecustomize.py")  # as images without /etc/python3 have it
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    assert _documents("stdlib") == [b"pass"]
+
+
 def test_every_kind_of_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"plain \xff")
     (tmp_path / "b.md").write_bytes(b"# mark")
@@ -52,13 +59,6 @@ def test_every_kind_of_file(tmp_path):
     records = [b"r%d" % i for i in range(3000)]
     expected = [b"plain \xff", b"# mark", b"x = 1", "één".encode(), b"two", b"p1", b"p2", *records, b"last \xfe"]
     assert _documents(tmp_path / "*.*") == expected
-
-
-def test_globs_are_read_in_order_and_each_file_once(tmp_path):
-    for name in ("b", "a", "sub/c"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.txt").write_text(name)
-    assert _documents(f"{tmp_path}/b.txt {tmp_path}/**/*.txt") == [b"b", b"a", b"sub/c"]
 
 
 def test_a_large_text_file_is_cut_at_line_ends(tmp_path):
@@ -106,8 +106,6 @@ def test_jsonl_keeps_bytes_that_are_not_utf8(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a\.jsonl:2: a list, not a JSON object\n"),
         ("a.parquet", b"nonsense" * 9, r"a\.parquet: cannot be read as parquet"),
         ("a.array_record", b"nonsense" * 9, r"a\.array_record: cannot be read as ArrayRecord"),
-        ("a.docx", b"x", r"a\.docx: unknown ending\n  fix .*\.jsonl"),
-        ("a.txt", b"", r"a\.txt: nothing to read\n  skipped, empty: .*a\.txt\n  fix "),
     ],
 )
 def test_bad_files(tmp_path, name, content, message):
@@ -154,17 +152,6 @@ def test_unreadable(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)  # as root, permissions do not stop us
     with pytest.raises(InputError, match=r"a\.txt: cannot be read .*Permission denied"):
         _documents(path)
-
-
-def test_globs_that_match_nothing(tmp_path):
-    with pytest.raises(InputError, match=r"\*\.txt matches no file\n  fix "):
-        _documents(tmp_path / "*.txt")
-    with pytest.raises(InputError, match=r"nothing to read\n  fix   give files that end in \.txt .*\.bz2"):
-        _documents(tmp_path)
-    with pytest.raises(InputError, match=r"stdlb matches no file \(did you mean stdlib\?\)"):
-        _documents("stdlb")
-    with pytest.raises(InputError, match=r"data\.source is empty"):
-        _documents(" ")
 
 
 def test_random_rows():

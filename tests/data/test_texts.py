@@ -90,23 +90,15 @@ def test_a_text_that_is_read_in_sections_ends_once(folder, monkeypatch, ending):
     assert (cached.train[0].ends, cached.held_out.ends) == (2, held_out.count(END))
 
 
-def test_a_build_that_stops_within_a_text_goes_on_with_it(folder, monkeypatch):
+def test_a_build_that_stops_within_a_text_goes_on_with_it(folder, monkeypatch, stop):
     monkeypatch.setattr(readers, "SECTION_BYTES", 64)
     (folder / "a.txt").write_text("".join(f"line {number} of the book\n" for number in range(60)))
     tokens = _tokenizer(folder, ("<s>", "$A"))
     _, *whole = _streams("a.txt", tokens, 0.3)
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
     monkeypatch.setattr(making, "BATCH_BYTES", 1)
-    source, calls = sources.open_source(Data(source="a.txt")), 0
-
-    def stopped(what, done, total, rate=""):
-        nonlocal calls
-        calls += what == "tokenizing"
-        if calls == 9:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        cache.open_cache(source, tokens, 0.3, stopped)
+        cache.open_cache(sources.open_source(Data(source="a.txt")), tokens, 0.3, stop)
     assert [*_streams("a.txt", tokens, 0.3)[1:]] == whole
 
 

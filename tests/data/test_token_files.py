@@ -3,20 +3,17 @@
 import json
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
-from gspmd_lm.data import loader, packing, trained
+from gspmd_lm.data import loader, packing, sources, trained
 from gspmd_lm.data.tokenize import tokenize
 from gspmd_lm.errors import InputError
+from tests.data.configs import config_of
 
 pytestmark = pytest.mark.usefixtures("folder")
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 64}
 END = 256
 FEW = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12]]
 
@@ -28,9 +25,7 @@ def documents():
 
 
 def _config(source, model=None, **data):
-    data = {"source": source, "batch": 8, "seq": 32, "held_out": 0} | data
-    about = {"name": "x", "model": nest(MODEL | (model or {})), "data": data, "train": {"steps": 1}}
-    return config.from_dict(about, "x")
+    return config_of({"source": source, "held_out": 0} | data, model)
 
 
 def _open(source, **settings):
@@ -81,7 +76,8 @@ def test_rows_of_each_kind_of_file_are_those_of_the_documents(documents, packing
     _write_bin("c.bin", stream, header=_header(20240520, 1, len(stream)))
     _write_bin("d.bin", stream, "<u4", header=_header(20240801, 7, len(stream)))
     _write_megatron("e", [[*text, END] for text in texts])
-    lists = pyarrow.array([[*text] if len(text) % 2 else [*text, END] for text in texts])
+    ids = [[*text] if len(text) % 2 else [*text, END] for text in texts]
+    lists = pyarrow.array(ids, pyarrow.list_(pyarrow.uint16()))
     pyarrow.parquet.write_table(pyarrow.table({"ids": lists}), "f.parquet")
     Path("g.jsonl").write_text("".join(json.dumps({"ids": [*text]}) + "\n" for text in texts))
     want = _epoch(_open("texts", packing=packing)[0])
@@ -103,15 +99,14 @@ def test_an_index_says_where_documents_end_though_no_token_does():
     assert "documents end at the token 256 and where an .idx says so" in opened.description
 
 
-def test_each_process_reads_its_share_of_a_bucket(documents, read_sizes):
+def test_each_process_reads_its_share_of_a_bucket(documents, read_sizes, bucket):
     """Of files of 2,000 tokens each: rows are those of local files, however many processes read them."""
     stream = _flat(documents)
     Path("local").mkdir()
     for number, at in enumerate(range(0, len(stream), 2000)):
         _write_bin(f"local/{number}.bin", stream[at : at + 2000])
     Path("local/README").write_text("not read")
-    store = fsspec.filesystem("memory")
-    store.put("local", "/tokens", recursive=True)
+    bucket.put("local", "/tokens", recursive=True)
     settings = {"token_dtype": "uint16", "held_out": 0.1}
     local, far = (_open(source, **settings) for source in ("local", "memory://tokens"))
     assert local[0].fingerprint == far[0].fingerprint == _open("memory://tokens/*.bin", **settings)[0].fingerprint
@@ -124,7 +119,6 @@ def test_each_process_reads_its_share_of_a_bucket(documents, read_sizes):
             parts = [far[0].rows_at(step, rows)["tokens"] for step in range(len(whole))]
             assert (np.stack(parts) == whole[:, rows]).all()
             assert sum(read_sizes) < 1.05 * 2 * 33 / 32 * whole[:, rows].size
-    store.rm("/tokens", recursive=True)
 
 
 def test_files_of_several_sources_and_files_for_evaluation(documents):
@@ -162,6 +156,11 @@ BAD = {
     "an index of floats": (lambda: _write(b"\0" * 48, kind=6), {}, r"x\.idx: not an index of Megatron-LM for tokens\n"),
     "an index out of order": (lambda: _write(b"\0" * 48, size=2), {}, r"x\.idx: its sequences do not stand one after"),
     "too few tokens": (lambda: _write_bin("x.bin", [1]), {"token_dtype": "uint16"}, r"1 tokens for training are less"),
+    "links to nothing": (
+        lambda: [Path("y.bin").symlink_to("none"), Path("z.bin").mkdir()],
+        {"source": "?.bin"},
+        r"data\.source: \?\.bin matches no file of tokens\n  fix ",
+    ),
     "records": (lambda: _write_megatron("x", FEW), {"messages_field": "m"}, r"data\.messages_field: the tokens of x"),
     "texts beside": (
         lambda: _write_megatron("x", FEW),
@@ -217,3 +216,5 @@ def test_tokens_are_not_made_of_tokens():
     Path("x.jsonl").write_text('{"text": [1, 2]}\n')
     with pytest.raises(InputError, match=r"x\.jsonl:1: tokens, on which no tokenizer is trained\n  fix "):
         _open("x.jsonl", tokenizer="bpe:300", model={"vocab": 300})
+    with pytest.raises(InputError, match=r"x\.jsonl:1: tokens, on which no tokenizer is trained\n  fix "):
+        trained.train_tokenizer(sources.open_source(_config("x.jsonl").data).documents(), 300, "new.json")

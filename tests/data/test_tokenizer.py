@@ -99,16 +99,6 @@ def test_a_special_token_spelled_out_in_a_document_is_text(bpe_path):
     assert tokens.decode(tokens.encode(forged)) == forged
 
 
-def test_the_config_beside_names_the_end(words_path):
-    raw = json.loads(words_path.read_text())
-    raw["added_tokens"].append(_added(5, "<stop>"))
-    words_path.write_text(json.dumps(raw))
-    assert tokenizer.load_tokenizer(str(words_path)).end == 4
-    for named in ("<stop>", {"content": "<stop>"}):
-        words_path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
-        assert tokenizer.load_tokenizer(str(words_path)).end == 5
-
-
 def test_no_end_token(words_path):
     raw = json.loads(words_path.read_text())
     raw["added_tokens"] = [_added(4, "<stop>")]

@@ -7,20 +7,16 @@ import threading
 import time
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 import tokenizers
 
-from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import folders, loader, making, readers, shards, tokens, trained
 from gspmd_lm.data.folders import Folder
 from gspmd_lm.data.tokenize import tokenize
 from gspmd_lm.errors import InputError, StoreFailed
 from tests.data import conversations
-
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 1024}
+from tests.data.configs import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -32,19 +28,8 @@ def folder(folder):
     return folder
 
 
-@pytest.fixture
-def bucket():
-    found = fsspec.filesystem("memory")
-    found.store.clear()
-    found.pseudo_dirs[:] = [""]
-    yield found
-    found.store.clear()
-
-
 def _config(source, model=None, objective=None, **data):
-    data = {"source": source, "batch": 8, "seq": 128} | data
-    about = {"name": "x", "model": nest(MODEL | (model or {})), "data": data, "train": {"steps": 1}}
-    return config.from_dict(about | ({"objective": objective} if objective else {}), "x")
+    return config_of({"source": source, "seq": 128} | data, {"vocab": 300} | (model or {}), objective)
 
 
 def _make(source="a.jsonl", out="made", progress=None, **settings):
@@ -210,6 +195,19 @@ def test_buckets(bucket, folder, monkeypatch):
         _rows("memory://made")
 
 
+@pytest.mark.parametrize("source", ["c.jsonl", "memory:///texts/c.jsonl"])
+def test_a_place_in_a_part_of_a_file_is_one_in_the_file(bucket, folder, monkeypatch, caplog, source):
+    monkeypatch.setattr(making, "UNIT_BYTES", 3000)
+    line, at = '{"text": "words"}\n', r"c\.jsonl, after byte 3,003, line 3"
+    place = rf"^{source.removesuffix('c.jsonl')}{at}"
+    for wrong, message in (('{"text": 5}', f"{place}: text is a int"), ('{"text": [999]}', f"{place}: token 0 is 999")):
+        (folder / "c.jsonl").write_text(f'{line * 50}{{"text": null}}\n{line * 118}{wrong}\n')
+        bucket.put_file("c.jsonl", "/texts/c.jsonl")
+        with pytest.raises(InputError, match=message):
+            _make(source, f"of {len(wrong)}", held_out=0)
+    assert f"{source}: 1 text is null or empty, and skipped" in caplog.text
+
+
 def test_two_processes_that_write_one_after_another_leave_no_folder_of_parts(tmp_path, monkeypatch):
     made, replace = Folder(str(tmp_path / "made")), os.replace
     second_writes, first_is_done = threading.Event(), threading.Event()
@@ -270,6 +268,13 @@ def test_a_file_is_written_while_other_processes_delete_the_folder_of_new_files(
     monkeypatch.setattr(os, "fsync", delete)
     Folder("made").write("a.json", b"content")
     assert _contents("made") == {"a.json": b"content"} and len(deleted) == 7
+
+
+def test_a_file_system_without_links_to_files(monkeypatch):
+    monkeypatch.setattr(os, "link", lambda *_: os.readlink("a.jsonl"))  # raises an OSError, as such a system does
+    made = Folder("made")
+    assert [made.create("plan", content) for content in (b"one", b"two")] == [True, False]
+    assert _contents("made") == {"plan": b"one"}
 
 
 def test_a_claim_in_a_bucket_is_taken_over_when_it_is_silent(bucket, monkeypatch):
@@ -387,6 +392,8 @@ def test_a_source_that_changed_since_is_said():
     assert said.endswith(f"warning: changed since the tokens in made were made: {os.getcwd()}/a.jsonl")
     with pytest.raises(InputError, match="tokens with another source"):
         _make()
+    Folder("made").write(tokens.SOURCE, tokens.files.with_sum({"a" * 300: ""}).encode())  # of another system
+    assert "changed" not in loader.open_loaders(_config("made"))[0].description
 
 
 def test_ends_that_are_spelled_where_they_end_nothing_are_said(folder):
@@ -400,16 +407,24 @@ def test_ends_that_are_spelled_where_they_end_nothing_are_said(folder):
     )
 
 
-def test_binary_and_empty_files_are_skipped_and_said(folder, monkeypatch):
+def test_binary_and_empty_files_are_skipped_and_said(folder, monkeypatch, bucket):
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_bytes(b"\0\1\2" * 50)
     (folder / "texts" / "b.txt").write_bytes(b"")
     (folder / "texts" / "c.txt").write_bytes(b"words " * 90)
     shutil.copytree("texts", "texts/more")
+    (folder / "texts" / "large.txt").write_bytes(b"\0\1\2\n" * 300)  # is read in parts
+    (folder / "texts" / "odd.txt").write_bytes(b"\xe4\n" * 200 + b"\0\n" * 200)
+    bucket.put("texts", "/texts", recursive=True)
     monkeypatch.setattr(making, "UNIT_BYTES", 300)
-    said = _make("texts", held_out=0)
-    assert "skipped, binary: texts/a.txt, texts/more/a.txt" in said and "2 documents" in said[0]
-    assert "skipped, empty: texts/b.txt, texts/more/b.txt" in said
+    monkeypatch.setattr(readers, "SECTION_BYTES", 200)
+    for source, at in (("texts", "texts/"), ("memory:///texts", "memory:///texts/")):
+        made, *said, _ = _make(source, at.replace("/", "_").replace(":", ""), held_out=0)
+        assert "1,883 tokens of 9 documents" in made and sorted(said) == [
+            f"not UTF-8, read byte by byte: {at}odd.txt",
+            f"skipped, binary: {at}a.txt, {at}large.txt, {at}more/a.txt",
+            f"skipped, empty: {at}b.txt, {at}more/b.txt",
+        ]
 
 
 @pytest.mark.parametrize(

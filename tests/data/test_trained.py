@@ -4,16 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fsspec
 import pytest
 from etils import epath
 
 from gspmd_lm import config
-from gspmd_lm.config import nest
 from gspmd_lm.data import chat, loader, sources, tokenizer, trained
 from gspmd_lm.errors import InputError
-
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 0, "context": 256}
+from tests.data.configs import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +21,7 @@ def folder(folder):
 
 
 def _config(data, train=None, **model):
-    data = {"source": "a.jsonl", "batch": 4, "seq": 32} | data
-    return config.from_dict(
-        {"name": "x", "model": nest(MODEL | model), "data": data, "train": {"steps": 1} | (train or {})}, "x"
-    )
+    return config_of({"source": "a.jsonl", "batch": 4} | data, {"vocab": 0} | model, **train or {})
 
 
 def test_vocab_0_is_the_size_of_the_tokenizer_padded_to_128(folder):
@@ -124,29 +118,27 @@ def test_a_config_that_means_the_same_everywhere(folder, monkeypatch):
     assert run.data.tokenizer == f"{here}/run/hugging_face/tokenizer.json", "it is in the workdir already"
 
 
-def test_a_tokenizer_may_lie_in_a_store(folder):
+def test_a_tokenizer_may_lie_in_a_store(folder, bucket):
     """As that of a run whose workdir is in a bucket does."""
     trained.train_tokenizer([b"the cat sat on the mat " * 50], 270, folder / "tokenizer.json")
-    store = fsspec.filesystem("memory")
-    store.pipe("/run/tokenizer.json", (folder / "tokenizer.json").read_bytes())
+    bucket.pipe("/run/tokenizer.json", (folder / "tokenizer.json").read_bytes())
     far, near = tokenizer.load_tokenizer("memory://run/tokenizer.json"), tokenizer.load_tokenizer("tokenizer.json")
     assert far.fingerprint == near.fingerprint
     beside = {"tokenizer_config.json": b'{"eos_token": "t"}', "chat_template.jinja": b"{{ eos_token }}",
               "additional_chat_templates/tool_use.jinja": b"tools{{ tools | length }}"}  # fmt: skip
     for name, content in beside.items():
-        store.pipe(f"/run/{name}", content)
+        bucket.pipe(f"/run/{name}", content)
     far = tokenizer.load_tokenizer("memory://run")
     assert far.decode([far.end]) == b"t" != near.decode([near.end]), "the files beside it count as well"
     talk = chat.Chat("memory://run/tokenizer.json")
     asked = [{"role": "user", "content": "Hi"}]
     assert (talk.render(asked), talk.render(asked, tools=[{}])) == ("t", "tools1")
-    store.pipe("/run/tokenizer_config.json", b"{}")
+    bucket.pipe("/run/tokenizer_config.json", b"{}")
     assert tokenizer.load_tokenizer("memory://run").fingerprint == near.fingerprint
     kept = trained.with_kept_tokenizer(_config({"tokenizer": "bpe:300"}), epath.Path("gs://bucket/run")).data.tokenizer
     assert kept == "gs://bucket/run/tokenizer.json"
     with pytest.raises(InputError, match=r"data\.tokenizer: memory://run/none\.json matches no file"):
         tokenizer.load_tokenizer("memory://run/none.json")
-    store.rm("/run", recursive=True)
 
 
 TRAIN = """
