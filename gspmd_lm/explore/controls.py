@@ -125,9 +125,10 @@ def _fill_devices(before: str, text: str, devices: int, axis: str) -> str:
 
 def _sizes_of_mesh(text: str) -> Mapping[str, int]:
     """The sizes of a mesh of which each is a number from 1; none of any other, such as one that is filled by itself."""
-    mesh = core_yaml.load(text).get("mesh")
-    good = isinstance(mesh, dict) and all(isinstance(size, int) and size >= 1 for size in mesh.values())
-    return mesh if good and isinstance(mesh, dict) else {}
+    mesh = (core_yaml.load(text) or {}).get("mesh")
+    if not isinstance(mesh, dict) or not all(isinstance(size, int) and size >= 1 for size in mesh.values()):
+        return {}
+    return mesh
 
 
 def completion(names: Vocabulary | Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -49,6 +49,14 @@ def test_other_hosts_are_refused(refused, host):
     assert refused("GET", "/state", **{"X-Token": "the-token", "Host": host}) == 421
 
 
+def test_the_usual_port_is_left_out_by_browsers_and_none_is_above_65535(tiny):
+    http = TestClient(server.make_app(tiny.workbench, "the-token", 80), base_url="http://127.0.0.1")
+    assert http.get("/state", headers={"X-Token": "the-token", "Host": "127.0.0.1"}).status_code == 200
+    for port in (-1, 2**16):
+        with pytest.raises(InputError, match=f"--port={port}: is no port"):
+            server.Server(tiny.workbench, port)
+
+
 def test_requests_of_other_pages_are_refused(refused):
     token = {"X-Token": "the-token"}
     for origin in ("http://evil.example", "null", "http://127.0.0.1:8001", "https://127.0.0.1.evil.example:8000"):
