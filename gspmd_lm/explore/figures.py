@@ -62,7 +62,7 @@ class Figures:
         if not inputs.editable:
             return {"shown": {"layer": self._show_step(inputs)["layer"], "changes": None}}
         layout = self.layout(inputs)
-        devices = layout.estimator.devices() or simulated_devices(layout.target.devices)
+        devices = layout.estimator.overlap.devices or simulated_devices(layout.target.devices)
         shown: dict[str, Any] = {"layer": None, "changes": None}
         if devices:
             shown["layer"] = self._layer(layout, devices, inputs)
@@ -88,7 +88,7 @@ class Figures:
         return {
             "not_known": list(layout.not_known),
             "headline": headline(layout.task, layout.target, layout.rules, layout.estimator),
-            "mesh": show_mesh(layout.rules.mesh, layout.estimator.locations(layout.rules)),
+            "mesh": show_mesh(layout.rules.mesh, layout.estimator.overlap.locations(layout.rules)),
             "arrays": list_arrays(layout.task, layout.rules, layout.arrays, known),
             "batch": layout.task.rows,
             "seq": layout.task.config.data.seq if layout.task.config else None,

@@ -173,17 +173,12 @@ class Transfers:
         of_loop = origin.primitive == "carry" or origin.shape != node.shape  # carried on, or taken apart
         return node.trip_count if of_loop else origin.trip_count
 
-    def queries_of(self, keys: Node) -> Node | None:
-        """The queries that read keys or values; None for other activations."""
-        if not keys.placed or "kv_seq" not in keys.placed.axes:
-            return None
-        queries = [node for node in self.graph.combined_with(keys) if node.placed and "seq" in node.placed.axes]
-        return queries[0] if queries else None
-
     def sharding_of_queries(self, keys: Node) -> Sharding:
         """The sharding of the queries that read keys or values; empty for other activations."""
-        queries = self.queries_of(keys)
-        return self.sharding(queries) if queries else {}
+        if not keys.placed or "kv_seq" not in keys.placed.axes:
+            return {}
+        queries = [node for node in self.graph.combined_with(keys) if node.placed and "seq" in node.placed.axes]
+        return self.sharding(queries[0]) if queries else {}
 
     def is_head(self, matmul: Matmul) -> bool:
         """Whether a matmul gives the logits: it is a part of the loss."""
