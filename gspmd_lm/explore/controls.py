@@ -131,9 +131,8 @@ def _sizes_of_mesh(text: str) -> Mapping[str, int]:
     return mesh
 
 
-def completion(names: Vocabulary | Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What an editor may complete, each word with its meaning. names: the axes and arrays of a model of one's own."""
-    plain = names if isinstance(names, Mapping) else describe_names(names or DECODER)
+def completion(names: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What an editor may complete, each word with its meaning. names: what `describe_names` gives of another model."""
     values: dict[str, list[Any]] = {"remat": [*REMATS], "context": [*CONTEXTS], "unroll": ["all"]}
     values |= {f"attention.{platform}": [*kernels] for platform, kernels in KERNELS.items()}
     values |= {
@@ -142,7 +141,7 @@ def completion(names: Vocabulary | Mapping[str, Any] | None = None) -> dict[str,
         for key in group.keys
         if key.name.startswith("pipeline.") and "number" not in key.kind
     }
-    return {"keys": meanings(), **plain, "mesh_axes": MESH_MEANINGS, "values": values}
+    return {"keys": meanings(), **(names or describe_names(DECODER)), "mesh_axes": MESH_MEANINGS, "values": values}
 
 
 def describe_names(names: Vocabulary) -> dict[str, Any]:
