@@ -94,7 +94,7 @@ class Figures:
         rules = rules_file.from_text(inputs.text, inputs.path, vocabulary=task.names)
         rules = explain.settle_layout(task, rules, target)
         arrays, warnings = state.arrays_and_warnings(task, rules, target.platform)
-        estimator, not_known = self._estimator(inputs, traces, target)
+        estimator, not_known = self._estimator(traces, target)
         return Layout(task, target, rules, arrays, warnings, estimator, not_known)
 
     def show(self, layout: Layout, known: Mapping[str, int]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Figures:
                 del self._traces[old]
         return self._traces[key]
 
-    def _estimator(self, inputs: Inputs, traces: TraceCache, target: Target) -> tuple[Estimator, tuple[str, ...]]:
+    def _estimator(self, traces: TraceCache, target: Target) -> tuple[Estimator, tuple[str, ...]]:
         """The estimator of a target, and what it does not know."""
         key = id(traces), target.text
         if key not in self._estimators:

@@ -155,17 +155,14 @@ class _View:
             one.kind == "reduce-scatter"
             and one.phase == "backward"
             and len(owners) == 1
-            and self._is_weight(one, owners[0])
+            and owners[0] in self.arrays
+            and _same_size(self.arrays[owners[0]], one.shape)  # it is the gradient of the weight
         ):
             name = dataclasses.replace(name, table="optimizer", array=owners[0])
         keys = self.attribution.rows(_DOES.get(one.kind, OTHER), name, over, weight, "")
         rows = [row for row in self.rules.rows if row.key in keys]
         split = [row for row in rows if {*over} & {*row.mesh_axes}]
         return split or rows
-
-    def _is_weight(self, one: Transfer, path: str) -> bool:
-        """Whether a transfer has the shape of a weight, or of one of its layers: it is that of its gradient."""
-        return path in self.arrays and _same_size(self.arrays[path], one.shape)
 
 
 def describe_transfer(one: Transfer, name: str, rows: Sequence[str]) -> dict[str, Any]:

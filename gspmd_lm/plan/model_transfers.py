@@ -169,16 +169,14 @@ class ModelTransfers(Transfers):
     def add_output_side(self, y: Node, matmuls: list[Matmul]) -> None:
         """Adds what several matmuls move whose outputs are summed into the residual stream, forward and backward."""
         stream = self.graph.written_to(y)
-        for _ in range(1 + self.is_summed_again(matmuls[0], y)):
+        in_block = self.is_in_block(matmuls[0].node)
+        is_summed_again = self.has_gradient(y) and in_block and self.read_in_same_block(matmuls[0], y)
+        for _ in range(1 + is_summed_again):
             self.add_partial_sums(y, stream, matmuls, [matmul.input for matmul in matmuls], y.trip_count)
         if self.has_gradient(y):
             self.transfer(y.bytes, self.sharding(stream), self.sharding(y), times=y.trip_count)
         for matmul in matmuls:
             self.add_expert_gradient(matmul, y) if matmul.group_axis else self.add_matmul(matmul, y, matmul.input)
-
-    def is_summed_again(self, matmul: Matmul, y: Node) -> bool:
-        """Whether the backward pass computes the sum again that a matmul is a part of."""
-        return self.has_gradient(y) and self.is_in_block(matmul.node) and self.read_in_same_block(matmul, y)
 
     def read_in_same_block(self, matmul: Matmul, y: Node) -> bool:
         """Whether a derivative in the block of a matmul needs the sum that it is a part of, before a name keeps it."""

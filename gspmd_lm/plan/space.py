@@ -32,7 +32,7 @@ from gspmd_lm.program.supported import kernel_choice
 from gspmd_lm.program.task import Task
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file, slices
-from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules, divisors
+from gspmd_lm.sharding.rules import CONTEXTS, Rules, divisors
 from gspmd_lm.train.choices import settle_rules
 from gspmd_lm.train.state import attention_pass
 from gspmd_lm.units import plural
@@ -144,7 +144,7 @@ class Space(LayoutSpace):
                 ):
                     if remat.offload and rules.pipeline:
                         continue
-                    named = raw | _plain(remat)
+                    named = raw | ({} if remat.policy == "none" else {"remat": remat.plain})
                     yield named, dataclasses.replace(rules, remat=remat, path=describe(named))
 
     @property
@@ -299,14 +299,6 @@ class Space(LayoutSpace):
     def names(self) -> variants.Names:
         """The names that a remat policy may save or offload."""
         return variants.Names.from_trace(self.trace, self.has_fused_attention, self.task.names.saveable_names)
-
-
-def _plain(remat: Remat) -> dict[str, Any]:
-    """A policy as a rules file says it."""
-    if remat.policy == "none":
-        return {}
-    lists = {"save": list(remat.save), "offload": list(remat.offload)}
-    return {"remat": {how: names for how, names in lists.items() if names} if remat.policy == "names" else remat.policy}
 
 
 def describe(raw: Mapping[str, Any]) -> str:

@@ -59,6 +59,12 @@ class Remat:
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
 
+    @property
+    def plain(self) -> str | dict[str, list[str]]:
+        """The value of the key `remat` in a rules file."""
+        lists = {"save": [*self.save], "offload": [*self.offload]}
+        return {key: names for key, names in lists.items() if names} if self.policy == "names" else self.policy
+
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:

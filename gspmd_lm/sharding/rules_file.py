@@ -79,11 +79,10 @@ def to_dict(rules: Rules) -> dict[str, Any]:
         names = [*row.mesh_axes]
         key = row.key.removeprefix(f"{row.table}.")
         tables[row.table][key] = None if not names else names[0] if len(names) == 1 else names
-    remat, kept = rules.remat, {"save": [*rules.remat.save], "offload": [*rules.remat.offload]}
     values = {
         "mesh": dict(rules.mesh),
         **tables,
-        "remat": {key: names for key, names in kept.items() if names} if remat.policy == "names" else remat.policy,
+        "remat": rules.remat.plain,
         "microbatches": rules.microbatches,
         "pipeline": rules.pipeline.plain if rules.pipeline else None,
         "interleave": rules.interleave,
