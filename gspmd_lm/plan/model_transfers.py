@@ -46,7 +46,7 @@ class ModelTransfers(Transfers):
     def add_model(self) -> None:
         """Adds all that the program does before its weights are updated."""
         graph = self.graph
-        # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
+        # The blocks to which remat applies: their inputs have a name. Where none has, any operation may be in a block.
         self.blocks = {node.name.modules for node in graph.nodes if node.checkpoint_name == "layer_input"} or {()}
         # Attention whose keys are made from an array that is whole: its queries stay where their tokens are.
         self.with_whole_keys = {
@@ -161,7 +161,7 @@ class ModelTransfers(Transfers):
             self.add_partial_sums(x, stream or x, group, [matmul.output for matmul in group], times)
 
     def reads_again(self, matmul: Matmul) -> bool:
-        """Whether the backward pass needs what a matmul reads, and that is not there any more."""
+        """Whether the backward pass needs the input of a matmul, and has to gather it again."""
         trained, remat = self.weights[matmul.path].trained, self.rules.remat
         saved = remat.policy == "dots" or (matmul.output and matmul.output.array in self.saved)
         return self.is_in_block(matmul.node) and self.has_gradient(matmul.node) and (trained or not saved)
@@ -179,7 +179,7 @@ class ModelTransfers(Transfers):
             self.add_expert_gradient(matmul, y) if matmul.group_axis else self.add_matmul(matmul, y, matmul.input)
 
     def read_in_same_block(self, matmul: Matmul, y: Node) -> bool:
-        """Whether a derivative in the block of a matmul needs the sum that it is a part of, before a name keeps it."""
+        """Whether a derivative in a matmul's block needs the sum that it adds to, before a name keeps the sum."""
         kept = {"layer_input", *self.saved, *(KEPT_WITH_DOTS if self.rules.remat.policy == "dots" else ())}
         block, start = self.block_of(matmul.node), self.graph.written_to(y)
         waiting, seen = [start], {start}

@@ -104,15 +104,15 @@ def plans(
         now = time.monotonic()
         share_s = max(began + 60 * minutes * ESTIMATING - now, 0.0) / (len(cases) - number)
         if phase == "decode":
-            making: Callable[[], Space | DecodeSpace] = functools.partial(DecodeSpace, config, target)
+            make_space: Callable[[], Space | DecodeSpace] = functools.partial(DecodeSpace, config, target)
         else:
             if id(config) not in traces:
                 traces[id(config)] = TraceCache(config)
-            making = functools.partial(Space, config, target, traces[id(config)])
+            make_space = functools.partial(Space, config, target, traces[id(config)])
         place = f"{target.text}, {decoder.task(config).rows} rows: " if len(cases) > 1 else ""
-        told: Say = lambda message, place=place: say(place + message)  # noqa: E731
-        asking = functools.partial(reports, phase=phase) if phase != "train" else reports
-        searches.append(_Search(making, now + share_s, told, asking, clock, most, see))
+        say_of_case: Say = lambda message, place=place: say(place + message)  # noqa: E731
+        reports_of_phase = functools.partial(reports, phase=phase) if phase != "train" else reports
+        searches.append(_Search(make_space, now + share_s, say_of_case, reports_of_phase, clock, most, see))
     if rank_by == "bytes":
         for search in searches:
             search.stopped = "layouts are ranked by bytes alone"

@@ -211,7 +211,7 @@ class Transfers:
         heads: str = "",
         ring: bool = False,
     ) -> None:
-        """Adds how an array of a split sequence comes to where attention reads it, and its gradient back.
+        """Adds what brings an array of a split sequence to the devices whose attention reads it, and its gradient back.
 
         Each query reads all keys and values: they are gathered, or passed round a ring, and once more for gradients.
         With ulysses, a device has all tokens of some heads instead: its queries go there as keys do, and results come
