@@ -72,7 +72,7 @@ class Job:
 
     def stop(self) -> None:
         """Ends the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; macOS refuses until it is reaped
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 import urllib.request
 from pathlib import Path
 
@@ -125,6 +126,15 @@ def test_processes_that_end_or_take_too_long_are_started_anew(tiny, monkeypatch)
     tiny.workbench._fail_layer(again["version"], "it was ended")
     told = tiny.state()
     assert told["layer"] is None and "the layer: it was ended" in told["not_known"] and told["headline"]
+
+
+@pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
+def test_a_job_that_has_ended_is_stopped_again(monkeypatch, error):
+    def refuse(group, number):
+        raise error
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    jobs.Job.stop(types.SimpleNamespace(_process=types.SimpleNamespace(pid=0)))  # type: ignore[arg-type]
 
 
 def test_what_is_missing_is_said(monkeypatch):
