@@ -44,7 +44,7 @@ def _read_flags(fix: str) -> list[Edit]:
 
 
 def apply_edits(text: str, edits: Sequence[Edit]) -> str:
-    """The text with the changes of a fix. Raises InputError where it does not have what they change."""
+    """The text with the changes of a fix. Raises InputError where they do not fit the text."""
     for kind, path, *values in edits:
         if kind == "set":
             text = rows.set_value(text, tuple(path), core_yaml.parse(values[0], ".".join(path)))
@@ -56,13 +56,14 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
 
 
 def _replace_word(text: str, path: rows.Path, word: str, name: str) -> str:
-    """The text with a misspelt word replaced in a key, or else in its value."""
-    known = rows.places(text)
-    place = known.get(path)
+    """The text with a misspelt word replaced in a key, or else in its value. Raises as `apply_edits`."""
+    place = rows.places(text).get(path)
     if place is None:
         raise InputError(f"{'.'.join(path)}: the text has no such key")
     for begin, end in ((place.key_begin, place.key_end), (place.begin, place.end)):
-        changed = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", name, text[begin:end], count=1)
-        if changed != text[begin:end]:
-            return text[:begin] + changed + text[end:]
+        found = re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text[begin:end])
+        if found:
+            changed = text[: begin + found.start()] + name + text[begin + found.end() :]
+            rows.places(changed)  # the mapping may have a key of this name already
+            return changed
     raise InputError(f"{'.'.join(path)}: {word} does not stand there")

@@ -212,15 +212,8 @@ class ModelTransfers(Transfers):
         inner = self.inner_sharding(matmul, stream_end)
         lacking = {axis: names for axis, names in inner.items() if axis not in weight.sizes}
         if weight.trained:
-            summed_over = tokens | mesh_axes(lacking)
-            self.transfer(
-                matmul.weight.bytes,
-                weight.compute,
-                weight.gradient,
-                summed_over,
-                stream_end.trip_count,
-                "gradients",
-            )
+            summed_over, times = tokens | mesh_axes(lacking), stream_end.trip_count
+            self.transfer(matmul.weight.bytes, weight.compute, weight.gradient, summed_over, times, "gradients")
 
     def add_dispatch(self, x: Node, matmuls: list[Matmul]) -> None:
         """Adds the dispatch of tokens to their experts, and the combine, if both are split over the same mesh axes."""
@@ -375,10 +368,8 @@ class ModelTransfers(Transfers):
         """Adds logits, softmax and their gradients, which the forward pass computes: see model/loss.py."""
         assert head.output
         table, x, logits = self.weights[head.path], self.sharding(head.input), self.sharding(head.output)
-        stream, vocab_axes = (
-            self.sharding(self.graph.gathered_from(head.input) or head.input),
-            self.inner_axes(head, head.input),
-        )
+        stream = self.sharding(self.graph.gathered_from(head.input) or head.input)
+        vocab_axes = self.inner_axes(head, head.input)
         summed_over = mesh_axes(logits, *vocab_axes)
         self.transfer(head.input.bytes, stream, x)
         self.gather(table, head.weight.itemsize)

@@ -112,14 +112,7 @@ class OpGraph:
     fused: attention is a kernel of its own. moves: gathers and sorts are, as on TPUs.
     """
 
-    def __init__(
-        self,
-        graph: DataflowGraph,
-        fused: bool,
-        moves: bool = False,
-        stack: str = "",
-        within: bool = False,
-    ):
+    def __init__(self, graph: DataflowGraph, fused: bool, moves: bool = False, stack: str = "", within: bool = False):
         # Caches stand in the instance, so that they go with the trace.
         self.sharded_like = functools.cache(self._sharded_like)
         self._in_buffers = in_buffers(graph)

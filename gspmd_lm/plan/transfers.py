@@ -277,9 +277,8 @@ class Transfers:
             # table is gathered.
             looked_up_where_stored = self.volume(rows.bytes, {width: tuple(column_axes)}, placed)
             at_rest = [looked_up_where_stored, self.token_ids(rows, token_axes, column_axes & token_axes)]
-            itemsize = (
-                rows.itemsize if is_gathered else table.itemsize
-            )  # one that is looked up where it rests is not cast
+            # A table that is looked up where it rests is not cast.
+            itemsize = rows.itemsize if is_gathered else table.itemsize
             gathered = [self.volume(table.elements * itemsize, table.storage, {})]
             way = self.add_cheapest(at_rest, gathered, free=gathered if is_gathered else None)
             known_over = column_axes if way is at_rest else set()  # mesh axes over which ids are gathered already

@@ -121,9 +121,8 @@ class Names(NamedTuple):
         op_graph, graph = trace.op_graph(fused), trace.graph
         nodes = [node for node in graph.nodes if node.checkpoint_name in known and op_graph.in_block(node)]
         inputs = [node.checkpoint_name for node in nodes if node.inputs[0].primitive == "carry"]
-        gathered = [
-            matmul.input.array for matmul in graph.matmuls if graph.gathered_from(matmul.input)
-        ]  # only placed anew
+        # Arrays that are only placed anew.
+        gathered = [matmul.input.array for matmul in graph.matmuls if graph.gathered_from(matmul.input)]
         labels = [node.checkpoint_name for node in nodes if node.checkpoint_name not in (*inputs, *gathered)]
         outputs = [*(name for name in (OUT, *READ) if name in labels), *labels]
         return cls(tuple(dict.fromkeys(outputs)), tuple(dict.fromkeys(inputs)))

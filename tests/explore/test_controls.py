@@ -123,6 +123,11 @@ def test_the_first_fix_of_a_problem_is_applied(row, wrong, fixed):
     assert core_yaml.load(wanted) in [core_yaml.load(fixes.apply_edits(text, one)) for one in edits if one]
 
 
+def test_a_fix_does_not_name_a_key_twice():
+    with pytest.raises(InputError, match="the key 'batch' appears twice"):
+        fixes.apply_edits("rules: {batch: data, batc: data}", [["replace", ["rules", "batc"], "batc", "batch"]])
+
+
 def test_what_leaves_a_choice_is_not_applied():
     for fix in ("use a or b", "map an axis to data, or drop it", "--set model.heads=8", "make data.batch a multiple"):
         assert fixes.find_edits(Problem("x", "f: rules.mlp: tensor", fix), "f") == []
