@@ -179,7 +179,7 @@ def list_changes(pinned: Layout, current: Layout) -> list[dict[str, Any]] | None
 
 
 def simulated_devices(count: int) -> list[Any]:
-    """So many simulated devices; none where there are not as many."""
+    """`count` simulated devices; none where this process has fewer."""
     devices = jax.devices("cpu")
     return devices[:count] if count <= len(devices) else []
 

@@ -399,7 +399,7 @@ class ModelTransfers(Transfers):
         self.transfer(weight.elements * itemsize, local_gradient, weight.gradient, summed_over, kind="gradients")
 
     def add_moves(self) -> None:
-        """Adds what moves an array that is made without a matmul of another array, and is split otherwise."""
+        """Adds the moves of arrays that are made from another array without a matmul, and are split otherwise."""
         by_matmuls = {matmul.input for matmul in self.matmuls} | self.summed
         for node in self.graph.activations:
             placed_before = self.graph.gathered_from(node)

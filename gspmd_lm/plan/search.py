@@ -25,7 +25,7 @@ from gspmd_lm.train import decoder
 from gspmd_lm.units import plural
 
 BEYOND = 2.0  # the share of the limit above which an estimate of memory is believed without a compiler
-LEAST_NEEDING = 3  # how many that are far above the limit are compiled before it is said that nothing fits
+LEAST_NEEDING = 3  # layouts far above the limit that are compiled before a plan says that nothing fits
 EQUAL = 0.002  # two predictions that differ by less are the same time: memory and simplicity decide
 GAIN = 0.005  # what another compilation must promise
 UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
