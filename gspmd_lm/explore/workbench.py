@@ -214,7 +214,8 @@ class Workbench:
     def _writable(self, path: str) -> Path:
         """The file of a path that may be written. Raises InputError for any other."""
         file = Path(path)
-        if path == self.inputs.path and file.suffix == ".yaml":
+        # The file that was given, or that was written since. Rules of a program may have a name that is no file.
+        if path in self._saved and (file.suffix == ".yaml" or file.is_file()):
             return file
         inside = file.resolve().parent == RULES.resolve() and not file.is_symlink()
         if not inside or file.suffix != ".yaml":
