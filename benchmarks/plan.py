@@ -143,7 +143,7 @@ def of_report(report: Report | None, failure: str = "") -> dict[str, Any]:
 
 def near_fastest(space: Space, fits: Callable[[Estimate], bool]) -> list[tuple[Estimate, dict[str, Any]]]:
     """The layouts that fit by estimate, from the fastest to SLOWEST of it, each with its estimate."""
-    estimated = [(space.estimator.estimate(space.rules(raw)), raw) for raw in space]
+    estimated = [(space.estimator.estimate(rules), raw) for raw, rules in space.fill_layouts()]
     fitting = sorted((one for one in estimated if fits(one[0])), key=lambda one: one[0].step_time_s)
     return [one for one in fitting if one[0].step_time_s <= SLOWEST * fitting[0][0].step_time_s]
 

@@ -43,10 +43,15 @@ def printable(message: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], message)
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that a misspelt `word` resembles most; '' if it resembles none."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint such as ' (did you mean heads?)' for a misspelt `word`, or ''."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+    near = nearest(word, known)
+    return f" (did you mean {near}?)" if near else ""
 
 
 def either(words: Iterable[Any]) -> str:

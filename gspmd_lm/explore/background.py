@@ -35,8 +35,8 @@ class _Background:
         """How long the last run took, or the present one has taken so far."""
         return (time.monotonic() if self.running else self._ended_s) - self._began_s
 
-    def begin(self, inputs: Inputs) -> None:
-        """Forgets the last run."""
+    def forget(self) -> None:
+        """Forgets the answers of the last run."""
 
     def take(self, answer: Mapping[str, Any]) -> None:
         """Takes an answer of the job."""
@@ -48,7 +48,7 @@ class _Background:
         number, ended = self._runs, False
         self.inputs, self.running, self.error, self.progress = inputs, True, None, "starting"
         self._began_s = time.monotonic()
-        self.begin(inputs)
+        self.forget()
         self._tell()
         job = await Job.start(self.kind, self._subject)
         if number != self._runs or not self.running:  # it was stopped meanwhile
@@ -128,7 +128,7 @@ class Search(_Background):
         self.points: dict[int, Mapping[str, Any]] = {}
         self.best: int | None = None
 
-    def begin(self, inputs: Inputs) -> None:
+    def forget(self) -> None:
         self.points, self.best = {}, None
 
     def take(self, answer: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.explore.headline import figure, figures_of_time
+from gspmd_lm.explore.headline import describe_memory, figure, figures_of_time
 from gspmd_lm.explore.inputs import Inputs
 from gspmd_lm.explore.subject import Subject
 from gspmd_lm.foresight import explain
@@ -47,20 +47,11 @@ def describe(found: Report, target: targets.Target) -> dict[str, Any]:
     if predicted := found.prediction:
         figures += figures_of_time(predicted.step_time_s, predicted.mfu, found.tokens, found.unit, target)
     figures.append(figure("sent_bytes", "sent per device", found.sent_bytes, human_bytes(found.sent_bytes)))
-    memory = found.memory
+    memory, parts = found.memory, {part.label: part.amount for part in report.memory_parts(found)}
     return {
         "figures": [one | {"kind": "compiled"} for one in figures],
         "error": predicted.error if predicted else found.no_prediction,
-        "memory": {
-            "peak_bytes": memory.peak_bytes,
-            "text": human_bytes(memory.peak_bytes),
-            "limit_bytes": memory.limit_bytes,
-            "parts": [
-                {"name": one.label, "bytes": round(one.amount), "text": one.quantity}
-                for one in report.memory_parts(found)
-            ],
-            "fits": memory.fits,
-        },
+        "memory": describe_memory(memory.peak_bytes, memory.limit_bytes, parts) | {"fits": memory.fits},
         "warnings": [{"code": one.code, "message": one.message, "fix": one.fix} for one in found.warnings],
         "arrays": [{"path": one.path, "bytes_per_device": one.bytes_per_device} for one in found.arrays],
     }

@@ -125,14 +125,14 @@ def _fill_devices(before: str, text: str, devices: int, axis: str) -> str:
 
 def _sizes_of_mesh(text: str) -> Mapping[str, int]:
     """The sizes of a mesh of which each is a number from 1; none of any other, such as one that is filled by itself."""
-    mesh = core_yaml.load(text).get("mesh")
-    good = isinstance(mesh, dict) and all(isinstance(size, int) and size >= 1 for size in mesh.values())
-    return mesh if good and isinstance(mesh, dict) else {}
+    mesh = (core_yaml.load(text) or {}).get("mesh")
+    if not isinstance(mesh, dict) or not all(isinstance(size, int) and size >= 1 for size in mesh.values()):
+        return {}
+    return mesh
 
 
-def completion(names: Vocabulary | Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What an editor may complete, each word with its meaning. names: the axes and arrays of a model of one's own."""
-    plain = names if isinstance(names, Mapping) else describe_names(names or DECODER)
+def completion(names: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What an editor may complete, each word with its meaning. names: what `describe_names` gives of another model."""
     values: dict[str, list[Any]] = {"remat": [*REMATS], "context": [*CONTEXTS], "unroll": ["all"]}
     values |= {f"attention.{platform}": [*kernels] for platform, kernels in KERNELS.items()}
     values |= {
@@ -141,7 +141,7 @@ def completion(names: Vocabulary | Mapping[str, Any] | None = None) -> dict[str,
         for key in group.keys
         if key.name.startswith("pipeline.") and "number" not in key.kind
     }
-    return {"keys": meanings(), **plain, "mesh_axes": MESH_MEANINGS, "values": values}
+    return {"keys": meanings(), **(names or describe_names(DECODER)), "mesh_axes": MESH_MEANINGS, "values": values}
 
 
 def describe_names(names: Vocabulary) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """What a workbench shows of the last layout that could be estimated, beside a pinned one and the compiled one."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspmd_lm.explore.inputs import Inputs
 
 
-def describe_problem(message: str, fix: str = "", line: int | None = None, **more: Any) -> dict[str, Any]:
-    """A problem as a page reads it. line: that of its row, counted from 1; None: it has no row."""
-    nothing_to_apply = {"fix_text": False, "warning": False, "edits": []}
-    return {"line": line, "message": message, "fix": fix or None, **nothing_to_apply, **more}
+def describe_problem(
+    message: str, fix: str = "", line: int | None = None, warning: bool = False, edits: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """A problem as a page reads it. line: that of its row, counted from 1; None: it has no row. edits: see `fixes`."""
+    words = {"line": line, "message": message, "fix": fix or None}
+    return {**words, "fix_text": bool(edits), "warning": warning, "edits": list(edits)}
 
 
 @dataclasses.dataclass

@@ -10,13 +10,11 @@ import jax
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.explore import fixes, rows
-from gspmd_lm.explore.changes import changes
 from gspmd_lm.explore.controls import describe_names
 from gspmd_lm.explore.display import describe_problem
 from gspmd_lm.explore.headline import headline
 from gspmd_lm.explore.inputs import SIMULATED, Inputs
 from gspmd_lm.explore.layer import read_layer
-from gspmd_lm.explore.layout import Layout
 from gspmd_lm.explore.steps import show_step
 from gspmd_lm.explore.subject import Subject
 from gspmd_lm.explore.views import list_arrays, show_mesh
@@ -24,15 +22,32 @@ from gspmd_lm.foresight import explain
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.row_changes import compare_rows
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.problems import Problem, ShardingError
+from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.shapes import Arrays
+from gspmd_lm.show.row_changes import list_effects, name_rows
 from gspmd_lm.train import decoder, state, step
 
 MOST_TASKS = 4  # configs whose traces are kept
 MOST_LAYERS = 64  # that are kept
 MOST_TARGETS = 8  # whose estimators are kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A layout that has passed all checks, with what works out its figures."""
+
+    task: Task
+    target: Target
+    rules: Rules  # filled
+    arrays: Arrays
+    warnings: Sequence[Problem]
+    estimator: Estimator
+    not_known: tuple[str, ...]  # what cannot be estimated, and why
 
 
 class Figures:
@@ -50,26 +65,25 @@ class Figures:
         try:
             if not inputs.editable:
                 return {"problems": [], "shown": self._show_step(inputs)}
-            layout = self.layout(inputs)
+            layout, known = self.layout(inputs), rows.lines(inputs.text)
+            problems = [_describe(str(one), one, inputs, known) for one in layout.warnings]
+            return {"problems": problems, "shown": self.show(layout, known)}
         except InputError as error:
             return {"problems": describe_error(error, inputs), "shown": None}
-        known = rows.lines(inputs.text)
-        problems = [_describe(str(one), one, inputs, known) for one in layout.warnings]
-        return {"problems": problems, "shown": self.show(layout, known)}
 
     def trace(self, inputs: Inputs, pinned: Inputs | None = None) -> dict[str, Any]:
         """The layer of a layout that can be estimated, and its changes against a pinned one."""
         if not inputs.editable:
             return {"shown": {"layer": self._show_step(inputs)["layer"], "changes": None}}
         layout = self.layout(inputs)
-        devices = layout.estimator.devices() or simulated_devices(layout.target.devices)
+        devices = layout.estimator.overlap.devices or simulated_devices(layout.target.devices)
         shown: dict[str, Any] = {"layer": None, "changes": None}
         if devices:
             shown["layer"] = self._layer(layout, devices, inputs)
         else:
             shown["layer_not_known"] = f"the layer: it is traced for up to {SIMULATED} simulated devices"
         if pinned and pinned != inputs:
-            shown["changes"] = changes(self.layout(pinned), layout)
+            shown["changes"] = list_changes(self.layout(pinned), layout)
         return {"shown": shown}
 
     def layout(self, inputs: Inputs) -> Layout:
@@ -80,15 +94,15 @@ class Figures:
         rules = rules_file.from_text(inputs.text, inputs.path, vocabulary=task.names)
         rules = explain.settle_layout(task, rules, target)
         arrays, warnings = state.arrays_and_warnings(task, rules, target.platform)
-        estimator, not_known = self._estimator(inputs, traces, target)
-        return Layout(task, target, rules, arrays, warnings, estimator, estimator.estimate(rules), not_known)
+        estimator, not_known = self._estimator(traces, target)
+        return Layout(task, target, rules, arrays, warnings, estimator, not_known)
 
     def show(self, layout: Layout, known: Mapping[str, int]) -> dict[str, Any]:
         """What is shown of a layout. known: the lines of the keys of its rules."""
         return {
             "not_known": list(layout.not_known),
             "headline": headline(layout.task, layout.target, layout.rules, layout.estimator),
-            "mesh": show_mesh(layout.rules.mesh, layout.estimator.locations(layout.rules)),
+            "mesh": show_mesh(layout.rules.mesh, layout.estimator.overlap.locations(layout.rules)),
             "arrays": list_arrays(layout.task, layout.rules, layout.arrays, known),
             "batch": layout.task.rows,
             "seq": layout.task.config.data.seq if layout.task.config else None,
@@ -129,7 +143,7 @@ class Figures:
                 del self._traces[old]
         return self._traces[key]
 
-    def _estimator(self, inputs: Inputs, traces: TraceCache, target: Target) -> tuple[Estimator, tuple[str, ...]]:
+    def _estimator(self, traces: TraceCache, target: Target) -> tuple[Estimator, tuple[str, ...]]:
         """The estimator of a target, and what it does not know."""
         key = id(traces), target.text
         if key not in self._estimators:
@@ -147,8 +161,25 @@ class Figures:
         return self._estimators[key]
 
 
+def list_changes(pinned: Layout, current: Layout) -> list[dict[str, Any]] | None:
+    """The rows that differ, each as `{"row": "+ residual.seq: tensor", "lines": [...]}` with what it changes.
+
+    None where the two are of different models or targets, for then rows are not all that differs.
+    """
+    if pinned.task is not current.task or pinned.target.text != current.target.text:
+        return None
+    compared = compare_rows(current.task, pinned.rules, current.rules, current.target, current.estimator)
+    return [
+        {
+            "row": name_rows(change),
+            "lines": [f"{label}: {words}" for label, words in list_effects(change, compared.timed)],
+        }
+        for change in compared.changes
+    ]
+
+
 def simulated_devices(count: int) -> list[Any]:
-    """So many simulated devices; none where there are not as many."""
+    """`count` simulated devices; none where this process has fewer."""
     devices = jax.devices("cpu")
     return devices[:count] if count <= len(devices) else []
 
@@ -172,4 +203,4 @@ def _describe(message: str, found: Problem, inputs: Inputs, known: Mapping[str, 
     head, _, rest = message.partition("\n  fix   ")
     edits = fixes.find_edits(found, inputs.path)
     line = rows.line_of(found.row, inputs.path, known)
-    return describe_problem(head, rest, line, fix_text=bool(edits), warning=found.warning, edits=edits)
+    return describe_problem(head, rest, line, found.warning, edits)

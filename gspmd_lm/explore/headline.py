@@ -1,5 +1,6 @@
 """The headline of a layout: time, speed, price and memory, each with what is known of its error."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from gspmd_lm.foresight import bounds
@@ -37,24 +38,28 @@ def headline(task: Task, target: Target, rules: Rules, estimator: Estimator) -> 
         for one in figures:
             one |= known
     figures.append(figure("sent_bytes", "sent per device", estimate.sent_bytes, human_bytes(estimate.sent_bytes)))
-    parts = estimator.memory_parts(rules)
     limit_bytes = chip.usable_hbm_bytes if chip else None
     waits = dict(estimate.exposed_by_axis)
     if estimate.exposed_host_copy_s:
         waits["host"] = estimate.exposed_host_copy_s
     return {
         "figures": figures,
-        "memory": {
-            "peak_bytes": estimate.peak_bytes,
-            "text": human_bytes(estimate.peak_bytes),
-            "limit_bytes": limit_bytes,
-            "parts": [{"name": name, "bytes": round(size), "text": human_bytes(size)} for name, size in parts.items()],
-            "fits": limit_bytes is None or estimate.peak_bytes <= limit_bytes,
-        },
+        "memory": describe_memory(estimate.peak_bytes, limit_bytes, estimator.memory_parts(rules)),
         "exposed": [
             {"axis": axes, "seconds": seconds, "text": human_seconds(seconds)}
             for axes, seconds in sorted(waits.items(), key=lambda one: -one[1])
         ],
+    }
+
+
+def describe_memory(peak_bytes: int, limit_bytes: int | None, parts: Mapping[str, float]) -> dict[str, Any]:
+    """The memory of a device. parts: what holds its bytes, and how many of them."""
+    return {
+        "peak_bytes": peak_bytes,
+        "text": human_bytes(peak_bytes),
+        "limit_bytes": limit_bytes,
+        "parts": [{"name": name, "bytes": round(size), "text": human_bytes(size)} for name, size in parts.items()],
+        "fits": limit_bytes is None or peak_bytes <= limit_bytes,
     }
 
 

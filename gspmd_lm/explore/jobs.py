@@ -72,7 +72,7 @@ class Job:
 
     def stop(self) -> None:
         """Ends the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; macOS refuses until it is reaped
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
@@ -92,7 +92,7 @@ class Job:
 class Follower:
     """A process that answers the newest request, and is started anew should it end or take too long.
 
-    take: is given each answer. fail: is given the version of a request that has no answer, and why.
+    take: is called with each answer. fail: is called with the version of a request that gets no answer, and the reason.
     """
 
     def __init__(

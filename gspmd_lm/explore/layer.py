@@ -16,7 +16,6 @@ from gspmd_lm.foresight.collectives import GATHER, OTHER, SCATTERED_SUM, SUM, At
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import Reading, Transfer, read_train
 from gspmd_lm.foresight.table import PlacedArray
-from gspmd_lm.hardware.network import sent_bytes
 from gspmd_lm.plan.estimate import Estimator, OpTime
 from gspmd_lm.sharding.op_names import LOSS, OpName
 from gspmd_lm.sharding.rules import Rules
@@ -88,7 +87,8 @@ class _View:
 
     def _collectives(self, reading: Reading, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         sent = [one for one in reading.transfers if one.phase != "optimizer" and one.bytes >= TRIFLE_BYTES]
-        times = [self._seconds(one) for one in sent]
+        overlap, timed = self.estimator.overlap, self.estimator.chip is not None
+        times = [overlap.transfer_s(self.rules, one) if timed else None for one in sent]
         shares = self._exposed_shares(sent, times)
         taken: collections.Counter[Any] = collections.Counter()
         for number, (one, seconds) in enumerate(zip(sent, times, strict=True)):
@@ -114,17 +114,6 @@ class _View:
                 "line": self.known.get(rows[0].key) if rows else None,
                 "array": array or None,
             }
-
-    def _seconds(self, one: Transfer) -> float | None:
-        """The seconds of a transfer on the links of its mesh axes; None where nothing has times."""
-        if not self.estimator.chip:
-            return None
-        network, groups = self.estimator.network(self.rules)
-        group = groups[one.mesh_axes]
-        if one.kind == "collective-permute":
-            pairs = tuple(pair for ring in group for pair in zip(ring, (*ring[1:], ring[0]), strict=True))
-            return network.time_s(one.kind, one.bytes, pairs)
-        return network.time_s(one.kind, one.bytes / sent_bytes(one.kind, 1.0, len(group[0])), group)
 
     def _exposed_shares(self, sent: Iterable[Transfer], times: Iterable[float | None]) -> dict[str, float]:
         """Mesh axes -> the exposed share of all transfers over them. The estimate does not know it of a single one."""
@@ -166,17 +155,14 @@ class _View:
             one.kind == "reduce-scatter"
             and one.phase == "backward"
             and len(owners) == 1
-            and self._is_weight(one, owners[0])
+            and owners[0] in self.arrays
+            and _same_size(self.arrays[owners[0]], one.shape)  # it is the gradient of the weight
         ):
             name = dataclasses.replace(name, table="optimizer", array=owners[0])
         keys = self.attribution.rows(_DOES.get(one.kind, OTHER), name, over, weight, "")
         rows = [row for row in self.rules.rows if row.key in keys]
         split = [row for row in rows if {*over} & {*row.mesh_axes}]
         return split or rows
-
-    def _is_weight(self, one: Transfer, path: str) -> bool:
-        """Whether a transfer has the shape of a weight, or of one of its layers: it is that of its gradient."""
-        return path in self.arrays and _same_size(self.arrays[path], one.shape)
 
 
 def describe_transfer(one: Transfer, name: str, rows: Sequence[str]) -> dict[str, Any]:

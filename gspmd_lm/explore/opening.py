@@ -5,6 +5,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gspmd_lm.config import Config
 from gspmd_lm.config.paths import find_file, read_text
 from gspmd_lm.errors import InputError
 from gspmd_lm.explore import rows
@@ -16,7 +17,6 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.sharding.rules import Rules
 
 if TYPE_CHECKING:
-    from gspmd_lm.config import Config
     from gspmd_lm.explore.server import Server
 
 NEEDED = ("starlette", "uvicorn")
@@ -33,7 +33,7 @@ def check_installed() -> None:
 
 
 def make_workbench(
-    load_config: "Callable[[str, Sequence[str]], Config]",
+    load_config: Callable[[str, Sequence[str]], Config],
     rules: Rules | str | None,
     target: str,
     config: str = "",
@@ -60,7 +60,7 @@ def make_workbench(
     path, text = _rules_text(rules)
     for key, value in changes.items():
         text = rows.set_value(text, key, value)
-    named = _is_config(given) or not (given or program)
+    named = isinstance(given, Config) or not (given or program)
     name = config or getattr(given, "name", "") or getattr(given, "__name__", "") or program or "step"
     subject = Subject(name, load_config, given, program)
     inputs = Inputs(
@@ -86,12 +86,6 @@ def open_server(workbench: Workbench, port: int = 0) -> "Server":
     from gspmd_lm.explore.server import Server
 
     return Server(workbench, port)
-
-
-def _is_config(given: Any) -> bool:
-    from gspmd_lm.config import Config
-
-    return isinstance(given, Config)
 
 
 def _rules_text(rules: Rules | str | None) -> tuple[str, str]:

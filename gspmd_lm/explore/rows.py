@@ -50,7 +50,7 @@ def lines(text: str) -> dict[str, int]:
 
 
 def line_of(row: str, path: str, known: Mapping[str, int]) -> int | None:
-    """The line of the row that a problem names as `file: key: value`; of a key above it where the file lacks it."""
+    """The line of the row that a problem names as `file: key: value`, or of the nearest key above it in the file."""
     key = row.removeprefix(f"{path}: ").partition(": ")[0]
     while key and key not in known:
         key = key.rpartition(".")[0]
@@ -140,7 +140,7 @@ def _is_flow(node: yaml.Node) -> bool:
 
 
 def _end(node: yaml.Node, end: int) -> int:
-    """Where a value ends. That of a mapping in lines of its own is said to end where the next one begins."""
+    """Where a value ends. PyYAML says of a mapping in lines of its own that it ends where the next key begins."""
     if _is_flow(node) or not node.value:
         return end
     last = node.value[-1]

@@ -146,6 +146,7 @@ def make_app(workbench: Workbench, token: str, port: int) -> Starlette:
         yield
         await workbench.stop()
 
+    named = "" if port == 80 else f":{port}"  # a browser leaves out the port that is usual
     gets = (state, events, complete, share, report, timeline)
     posts = (edit, control, fix, pin, search, compile, load, save)
     return Starlette(
@@ -155,7 +156,7 @@ def make_app(workbench: Workbench, token: str, port: int) -> Starlette:
             *(Route(f"/{function.__name__}", _post(function), methods=["POST"]) for function in posts),
             Mount("/static", StaticFiles(directory=PAGE)),
         ],
-        middleware=[Middleware(Guard, token=token, hosts=frozenset({f"{HOST}:{port}", f"localhost:{port}"}))],
+        middleware=[Middleware(Guard, token=token, hosts=frozenset({f"{HOST}{named}", f"localhost{named}"}))],
         lifespan=lifespan,
     )
 
@@ -202,6 +203,8 @@ class Server:
     """A workbench that is served at an address of this machine."""
 
     def __init__(self, workbench: Workbench, port: int = 0):
+        if not 0 <= port < 2**16:
+            raise InputError(f"--port={port}: is no port\n  fix   give one below {2**16}, or none")
         self.workbench = workbench
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

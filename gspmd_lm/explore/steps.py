@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gspmd_lm.explore.headline import figure
+from gspmd_lm.explore.headline import describe_memory, figure
 from gspmd_lm.explore.layer import describe_transfer
-from gspmd_lm.explore.views import show_mesh
+from gspmd_lm.explore.views import describe_array, show_mesh
 from gspmd_lm.foresight import any_step
 from gspmd_lm.foresight.any_step import BuiltProgram, Program
 from gspmd_lm.foresight.propagation import Reading
@@ -27,13 +27,8 @@ def show_step(program: Program, target: Target, devices: Sequence[Any]) -> dict[
         "not_known": [NOT_KNOWN],
         "headline": {
             "figures": [figure("sent_bytes", "sent per device", sent_bytes, human_bytes(sent_bytes), kind="counted")],
-            "memory": {
-                "peak_bytes": held_bytes,
-                "text": f"{human_bytes(held_bytes)} of arguments",
-                "limit_bytes": limit_bytes,
-                "parts": [{"name": "arguments", "bytes": held_bytes, "text": human_bytes(held_bytes)}],
-                "fits": limit_bytes is None or held_bytes <= limit_bytes,
-            },
+            "memory": describe_memory(held_bytes, limit_bytes, {"arguments": held_bytes})
+            | {"text": f"{human_bytes(held_bytes)} of arguments"},
             "exposed": [],
         },
         "mesh": show_mesh(built.mesh.shape, numbered_locations(built.mesh)),
@@ -44,19 +39,8 @@ def show_step(program: Program, target: Target, devices: Sequence[Any]) -> dict[
 
 def _arrays(built: BuiltProgram) -> Iterator[dict[str, Any]]:
     for path, like in built.arguments.items():
-        split, size = any_step.split(like), bytes_per_device(like)
-        yield {
-            "path": path,
-            "group": "weights",
-            "dtype": str(like.dtype),
-            "axes": [f"dimension_{number}" for number in range(len(like.shape))],
-            "shape": list(like.shape),
-            "at_rest": split,
-            "in_use": split,
-            "bytes_per_device": size,
-            "bytes_text": human_bytes(size),
-            "rows": [],
-        }
+        split, axes = any_step.split(like), [f"dimension_{number}" for number in range(len(like.shape))]
+        yield describe_array(path, "weights", like.dtype, axes, like.shape, split, split, bytes_per_device(like))
 
 
 def _layer(reading: Reading) -> dict[str, Any]:

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gspmd_lm import config as configs
+from gspmd_lm.config import Config
+from gspmd_lm.explore.inputs import Inputs
+
 if TYPE_CHECKING:
-    from gspmd_lm.config import Config
-    from gspmd_lm.explore.inputs import Inputs
     from gspmd_lm.foresight.any_step import Program
     from gspmd_lm.program.task import Task
 
@@ -16,14 +18,12 @@ class Subject:
     """What is computed, as it is sent to the processes of jobs."""
 
     name: str
-    load_config: "Callable[[str, Sequence[str]], Config]"  # a name in configs/ or a path, and overrides
+    load_config: Callable[[str, Sequence[str]], Config]  # a name in configs/ or a path, and overrides
     given: Any = None  # a Config or a Task of Python; a step, a function from devices to jax.jit(...).trace(...)
     program: str | None = None  # where a task or a step stands, such as train.py:TASK
 
-    def resolve(self, inputs: "Inputs") -> "Config | Task | Program":
+    def resolve(self, inputs: Inputs) -> "Config | Task | Program":
         """What is computed for some inputs. Raises InputError where the config, or what stands there, is wrong."""
-        from gspmd_lm import config as configs
-        from gspmd_lm.config import Config
         from gspmd_lm.foresight import any_step
         from gspmd_lm.program.task import Task
 

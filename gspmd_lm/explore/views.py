@@ -20,35 +20,43 @@ def list_arrays(task: Task, rules: Rules, arrays: Arrays, known: Mapping[str, in
     recorder = state.record_arrays(task, arrays, rules.microbatches, rules)
     listed = []
     for one in table.rows(task, rules, arrays, recorder.arrays, recorder.used):
-        weight = one.at_rest is not None
-        tables = ("weights", "rules") if weight else ("rules",)
-        listed.append(
-            _array(one.path, "weights" if weight else "activations", one.dtype, one.axes, one.shape)
-            | {
-                "at_rest": one.at_rest and [list(names) for names in one.at_rest],
-                "in_use": [list(names) for names in one.in_use],
-                "bytes_per_device": one.bytes_per_device,
-                "bytes_text": human_bytes(one.bytes_per_device),
-                "rows": deciding_rows(rules, tables, one.path, one.axes, known),
-            }
-        )
+        group, tables = ("activations", ("rules",)) if one.at_rest is None else ("weights", ("weights", "rules"))
+        found = deciding_rows(rules, tables, one.path, one.axes, known)
+        splits, size = (one.at_rest, one.in_use), one.bytes_per_device
+        listed.append(describe_array(one.path, group, one.dtype, one.axes, one.shape, *splits, size, found))
     for leaf, like in pairs(arrays.named_optimizer, arrays.optimizer):
         spec, size = table.split_and_size(rules, "optimizer", leaf, like)
+        found = deciding_rows(rules, ("optimizer",), leaf.path, leaf.axes, known)
         listed.append(
-            _array(leaf.path, "optimizer", str(like.dtype), leaf.axes, like.shape)
-            | {
-                "at_rest": [list(names) for names in spec],
-                "in_use": [list(names) for names in spec],
-                "bytes_per_device": size,
-                "bytes_text": human_bytes(size),
-                "rows": deciding_rows(rules, ("optimizer",), leaf.path, leaf.axes, known),
-            }
+            describe_array(leaf.path, "optimizer", like.dtype, leaf.axes, like.shape, spec, spec, size, found)
         )
     return listed
 
 
-def _array(path: str, group: str, dtype: str, axes: Sequence[str], shape: Sequence[int]) -> dict[str, Any]:
-    return {"path": path, "group": group, "dtype": dtype, "axes": list(axes), "shape": list(shape)}
+def describe_array(
+    path: str,
+    group: str,
+    dtype: Any,
+    axes: Sequence[str],
+    shape: Sequence[int],
+    at_rest: Sequence[Sequence[str]] | None,
+    in_use: Sequence[Sequence[str]],
+    size_bytes: int,
+    rows: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """An array as a page draws it. size_bytes: on one device. rows: those that decide how it is split."""
+    return {
+        "path": path,
+        "group": group,
+        "dtype": str(dtype),
+        "axes": list(axes),
+        "shape": list(shape),
+        "at_rest": None if at_rest is None else [list(names) for names in at_rest],
+        "in_use": [list(names) for names in in_use],
+        "bytes_per_device": size_bytes,
+        "bytes_text": human_bytes(size_bytes),
+        "rows": list(rows),
+    }
 
 
 def deciding_rows(

@@ -142,7 +142,7 @@ class Workbench:
         return controls.set_control(self.inputs.text, targets.parse(self.inputs.target), name, value)
 
     def fix(self, index: Any) -> str:
-        """The text with a problem fixed. Raises InputError where nothing is to be applied."""
+        """The text with a problem fixed. Raises InputError where the problem has no fix that can be applied."""
         problems = self.display.problems
         known = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(problems)
         if not known or self.display.checked != self.version or not problems[index]["fix_text"]:
@@ -165,7 +165,7 @@ class Workbench:
         if stop:
             self.compilation.stop()
         elif self.display.inputs != self.inputs:
-            raise InputError("compile: what stands there is no layout that can be compiled, or is not estimated yet")
+            raise InputError("compile: the text is no layout that can be compiled, or it is not estimated yet")
         else:
             self._spawn(self.compilation.run(self.inputs))
         self.tell()
@@ -214,7 +214,8 @@ class Workbench:
     def _writable(self, path: str) -> Path:
         """The file of a path that may be written. Raises InputError for any other."""
         file = Path(path)
-        if path == self.inputs.path and file.suffix == ".yaml":
+        # The file that was given, or that was written since. Rules of a program may have a name that is no file.
+        if path in self._saved and (file.suffix == ".yaml" or file.is_file()):
             return file
         inside = file.resolve().parent == RULES.resolve() and not file.is_symlink()
         if not inside or file.suffix != ".yaml":

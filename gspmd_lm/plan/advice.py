@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gspmd_lm.config import Config
+from gspmd_lm.errors import RunFailed
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
@@ -52,7 +53,8 @@ def changes(config: Config | Task, plan: Plan) -> list[Change]:
             changes.append(Change(what, before_s / after_s - 1))
     if task.config:
         data = task.config.data
-        twice = dataclasses.replace(task.config, data=dataclasses.replace(data, batch=2 * data.batch))
+        data = dataclasses.replace(data, batch=2 * data.batch, padded_batch=2 * data.padded_batch)
+        twice = dataclasses.replace(task.config, data=data)
         after_s = Estimator(twice, plan.target).estimate(best.rules).step_time_s
         changes.append(Change("a batch twice as large, where it fits", 2 * before_s / after_s - 1))
     corrected = best.step_time_s / before_s
@@ -98,7 +100,11 @@ def larger(config: Config | Task, plan: Plan, say: Callable[[str], None], until_
         if least is None or least.estimate.peak_bytes > target.chip.usable_hbm_bytes:
             continue
         say(f"compiling {least.name} for {target.text}, to see whether it fits")
-        (report,) = explain.reports(config, [least.rules], target, say)
+        try:
+            (report,) = explain.reports(config, [least.rules], target, say)
+        except RunFailed as error:
+            say(f"left out: {least.name}: {error}")
+            continue
         if report.memory.fits:
             return Larger(target, dataclasses.replace(least, report=report))
     return None

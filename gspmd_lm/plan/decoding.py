@@ -26,11 +26,10 @@ from gspmd_lm.foresight import bounds, explain
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import Transfer, read_step
 from gspmd_lm.foresight.timing import few_rows, op_time
-from gspmd_lm.hardware.network import sent_bytes
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.plan.estimate import Estimate
-from gspmd_lm.plan.overlap import Overlap, neighbours
+from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.space import LayoutSpace
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import rules_file
@@ -141,14 +140,9 @@ class DecodeSpace(LayoutSpace):
 
     def _communication_s(self, rules: Rules, transfers: Iterable[Transfer]) -> dict[str, float]:
         """Mesh axes -> the seconds of all that is sent over them."""
-        network, groups = self._overlap.network(rules)
         seconds = collections.defaultdict[str, float](float)
         for one in transfers:
-            devices = groups[one.mesh_axes]
-            if one.kind == "collective-permute":
-                devices = neighbours(devices)
-            size_bytes = one.bytes / sent_bytes(one.kind, 1.0, len(devices[0]))
-            seconds[one.mesh_axes] += one.times_per_step * network.time_s(one.kind, size_bytes, devices)
+            seconds[one.mesh_axes] += one.times_per_step * self._overlap.transfer_s(rules, one)
         return dict(seconds)
 
 

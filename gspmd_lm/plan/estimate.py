@@ -9,7 +9,7 @@ What the backward pass recomputes, and what is saved for it, follow from the tra
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import bounds
@@ -17,7 +17,6 @@ from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import Node
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
-from gspmd_lm.hardware.network import Groups, Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.model_transfers import ModelTransfers
 from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActivations
@@ -168,7 +167,7 @@ class Estimator:
         self._params = pairs(arrays.named_params, arrays.params)
         self._trained = pairs(arrays.named_trained, arrays.trained)
         self._optimizer = pairs(arrays.named_optimizer, arrays.optimizer)
-        self._overlap = Overlap(target)
+        self.overlap = Overlap(target)
         self._layouts: dict[tuple, _LayoutCosts] = {}
 
     def estimate(self, rules: Rules) -> Estimate:
@@ -185,7 +184,7 @@ class Estimator:
             by_kind_s, passes_s = self._compute_s(self.chip, layout, saved)
             recomputes = rules.remat.policy not in ("none", "dots")  # matmuls that read gathered activations
             gathers_of_activations = layout.gathers_activations * (1 + recomputes)
-            exposed, communication_s = self._overlap.exposed_seconds(rules, transfers, passes_s, gathers_of_activations)
+            exposed, communication_s = self.overlap.exposed_seconds(rules, transfers, passes_s, gathers_of_activations)
             host_s = self._host_s(saved, passes_s)
         return Estimate(
             step_time_s=sum(by_kind_s.values()) + sum(exposed.values()) + host_s,
@@ -253,18 +252,6 @@ class Estimator:
                 made.append((order[nodes[0]], one))
         return [one for _, one in sorted(made, key=lambda pair: pair[0])]
 
-    def network(self, rules: Rules) -> tuple[Network, dict[str, Groups]]:
-        """The links of a mesh, and the groups of devices along its axes: see `Overlap.network`."""
-        return self._overlap.network(rules)
-
-    def devices(self) -> list[Any]:
-        """The compile-only devices of the target; none of one without links, such as simulated devices."""
-        return self._overlap.devices
-
-    def locations(self, rules: Rules) -> dict[str, Any]:
-        """Where the devices of a mesh are, in its order: see `Overlap.locations`."""
-        return self._overlap.locations(rules)
-
     # Compute
 
     def _compute_s(
@@ -326,7 +313,7 @@ class Estimator:
         sizes = [[costs.part.runs * costs.local_bytes([array]) for array in loop.arrays] for costs, loop in loops]
         remaining_s = [[costs.part.runs * costs.forward_s(ops) for ops in loop.made_later] for costs, loop in loops]
         computes_again = any(op.flops for _, kept in saved for op in kept.recomputed if isinstance(op, Op))
-        return self._overlap.exposed_host_copy_s(
+        return self.overlap.exposed_host_copy_s(
             [loop for _, loop in loops], sizes, remaining_s, passes_s, computes_again
         )
 

@@ -7,9 +7,9 @@ from gspmd_lm.sharding.rules import Rules
 
 
 def in_buffers(graph: DataflowGraph) -> dict[Node, Node]:
-    """What holds rows that were sent to their experts -> the product of such rows that is nearest.
+    """Arrays of rows that were sent to their experts -> the nearest matmul of such rows.
 
-    It begins and ends with a gather, which sorts rows or brings them back into the order of tokens.
+    These arrays stand between two gathers: one sorts rows, and one brings them back into the order of tokens.
     """
     found: dict[Node, Node] = {}
     for matmul in graph.matmuls:
@@ -28,9 +28,9 @@ def in_buffers(graph: DataflowGraph) -> dict[Node, Node]:
 
 
 def buffer_share(rules: Rules, model: ModelConfig, nodes: tuple[Node, ...]) -> float:
-    """The bytes of a buffer over those of a device's rows; 1 where rows stay, or `nodes` tell of another array.
+    """The bytes of a buffer over those of a device's rows; 1 where rows stay, and for arrays in no buffer.
 
-    nodes: what tells how an array is sharded. Of one in a buffer, a product is among them.
+    nodes: those that tell how an array is sharded. For an array in a buffer, a matmul of experts is among them.
     """
     grouped = next((node for node in nodes if node.primitive == GROUPED), None)
     tokens = next((node.placed for node in nodes if node.placed and {"batch", "seq"} <= {*node.placed.axes}), None)

@@ -46,7 +46,7 @@ class ModelTransfers(Transfers):
     def add_model(self) -> None:
         """Adds all that the program does before its weights are updated."""
         graph = self.graph
-        # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
+        # The blocks to which remat applies: their inputs have a name. Where none has, any operation may be in a block.
         self.blocks = {node.name.modules for node in graph.nodes if node.checkpoint_name == "layer_input"} or {()}
         # Attention whose keys are made from an array that is whole: its queries stay where their tokens are.
         self.with_whole_keys = {
@@ -161,7 +161,7 @@ class ModelTransfers(Transfers):
             self.add_partial_sums(x, stream or x, group, [matmul.output for matmul in group], times)
 
     def reads_again(self, matmul: Matmul) -> bool:
-        """Whether the backward pass needs what a matmul reads, and that is not there any more."""
+        """Whether the backward pass needs the input of a matmul, and has to gather it again."""
         trained, remat = self.weights[matmul.path].trained, self.rules.remat
         saved = remat.policy == "dots" or (matmul.output and matmul.output.array in self.saved)
         return self.is_in_block(matmul.node) and self.has_gradient(matmul.node) and (trained or not saved)
@@ -169,19 +169,17 @@ class ModelTransfers(Transfers):
     def add_output_side(self, y: Node, matmuls: list[Matmul]) -> None:
         """Adds what several matmuls move whose outputs are summed into the residual stream, forward and backward."""
         stream = self.graph.written_to(y)
-        for _ in range(1 + self.is_summed_again(matmuls[0], y)):
+        in_block = self.is_in_block(matmuls[0].node)
+        is_summed_again = self.has_gradient(y) and in_block and self.read_in_same_block(matmuls[0], y)
+        for _ in range(1 + is_summed_again):
             self.add_partial_sums(y, stream, matmuls, [matmul.input for matmul in matmuls], y.trip_count)
         if self.has_gradient(y):
             self.transfer(y.bytes, self.sharding(stream), self.sharding(y), times=y.trip_count)
         for matmul in matmuls:
             self.add_expert_gradient(matmul, y) if matmul.group_axis else self.add_matmul(matmul, y, matmul.input)
 
-    def is_summed_again(self, matmul: Matmul, y: Node) -> bool:
-        """Whether the backward pass computes the sum again that a matmul is a part of."""
-        return self.has_gradient(y) and self.is_in_block(matmul.node) and self.read_in_same_block(matmul, y)
-
     def read_in_same_block(self, matmul: Matmul, y: Node) -> bool:
-        """Whether a derivative in the block of a matmul needs the sum that it is a part of, before a name keeps it."""
+        """Whether a derivative in a matmul's block needs the sum that it adds to, before a name keeps the sum."""
         kept = {"layer_input", *self.saved, *(KEPT_WITH_DOTS if self.rules.remat.policy == "dots" else ())}
         block, start = self.block_of(matmul.node), self.graph.written_to(y)
         waiting, seen = [start], {start}
@@ -214,15 +212,8 @@ class ModelTransfers(Transfers):
         inner = self.inner_sharding(matmul, stream_end)
         lacking = {axis: names for axis, names in inner.items() if axis not in weight.sizes}
         if weight.trained:
-            summed_over = tokens | mesh_axes(lacking)
-            self.transfer(
-                matmul.weight.bytes,
-                weight.compute,
-                weight.gradient,
-                summed_over,
-                stream_end.trip_count,
-                "gradients",
-            )
+            summed_over, times = tokens | mesh_axes(lacking), stream_end.trip_count
+            self.transfer(matmul.weight.bytes, weight.compute, weight.gradient, summed_over, times, "gradients")
 
     def add_dispatch(self, x: Node, matmuls: list[Matmul]) -> None:
         """Adds the dispatch of tokens to their experts, and the combine, if both are split over the same mesh axes."""
@@ -377,10 +368,8 @@ class ModelTransfers(Transfers):
         """Adds logits, softmax and their gradients, which the forward pass computes: see model/loss.py."""
         assert head.output
         table, x, logits = self.weights[head.path], self.sharding(head.input), self.sharding(head.output)
-        stream, vocab_axes = (
-            self.sharding(self.graph.gathered_from(head.input) or head.input),
-            self.inner_axes(head, head.input),
-        )
+        stream = self.sharding(self.graph.gathered_from(head.input) or head.input)
+        vocab_axes = self.inner_axes(head, head.input)
         summed_over = mesh_axes(logits, *vocab_axes)
         self.transfer(head.input.bytes, stream, x)
         self.gather(table, head.weight.itemsize)
@@ -410,7 +399,7 @@ class ModelTransfers(Transfers):
         self.transfer(weight.elements * itemsize, local_gradient, weight.gradient, summed_over, kind="gradients")
 
     def add_moves(self) -> None:
-        """Adds what moves an array that is made without a matmul of another array, and is split otherwise."""
+        """Adds the moves of arrays that are made from another array without a matmul, and are split otherwise."""
         by_matmuls = {matmul.input for matmul in self.matmuls} | self.summed
         for node in self.graph.activations:
             placed_before = self.graph.gathered_from(node)

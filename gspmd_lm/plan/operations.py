@@ -59,7 +59,7 @@ class Op:
     trip_count: int
     backward: float  # the work of the backward pass, in that of the forward pass
     nodes: frozenset[Node]
-    in_block: bool  # in what remat speaks of
+    in_block: bool  # whether it stands in a block, to which remat applies
 
     @property
     def is_grouped(self) -> bool:
@@ -77,9 +77,9 @@ class MoveOp:
     """A gather or a sort; or a sum over a dimension before the last, which stays a part of its group."""
 
     node: Node
-    nodes: frozenset[Node]  # with which it is computed again: of a sort, the gathers that it serves too
+    nodes: frozenset[Node]  # what is computed again with it: of a sort, also the gathers that read its result
     sharded_like: NamedNodes
-    backward: float  # its runs there: what moves tokens moves their gradients back; a choice has no gradient
+    backward: float  # its runs in the backward pass: moved tokens have gradients to move back, and a choice has none
 
     @property
     def trip_count(self) -> int:
@@ -94,7 +94,7 @@ class Offloaded(NamedTuple):
 
     arrays: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers; in the order in which an iteration makes them
     made_later: tuple[frozenset[AnyOp], ...]  # of each array: the ops that its iteration has left
-    begins_with_input: bool  # the first of them is what an iteration is given
+    begins_with_input: bool  # whether the first of them is the input of an iteration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +112,7 @@ class OpGraph:
     fused: attention is a kernel of its own. moves: gathers and sorts are, as on TPUs.
     """
 
-    def __init__(
-        self,
-        graph: DataflowGraph,
-        fused: bool,
-        moves: bool = False,
-        stack: str = "",
-        within: bool = False,
-    ):
+    def __init__(self, graph: DataflowGraph, fused: bool, moves: bool = False, stack: str = "", within: bool = False):
         # Caches stand in the instance, so that they go with the trace.
         self.sharded_like = functools.cache(self._sharded_like)
         self._in_buffers = in_buffers(graph)
@@ -287,7 +280,7 @@ class OpGraph:
                 continue
             if not node.is_float or node not in self._computed_nodes or self._is_weight(node):
                 continue
-            if not self._has_gradient(node):  # what stands before all that is trained is no part of its recomputation
+            if not self._has_gradient(node):  # nothing before it is trained, so it is not computed again
                 on_device[node] = None
             elif node.always_recomputed:
                 recomputed.add(node)

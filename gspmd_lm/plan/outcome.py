@@ -44,11 +44,6 @@ class Outcome:
     assumed: Assumptions = dataclasses.field(default_factory=Assumptions)
 
     @property
-    def usd_per_chip_hour(self) -> float | None:
-        """The price of a chip on demand."""
-        return self.price.on_demand
-
-    @property
     def job(self) -> WholeJob | None:
         """The course of the whole job under the best layout, for all `tokens`; None if it was not compiled."""
         report = self.plan.best and self.plan.best.report
@@ -91,9 +86,9 @@ class Outcome:
     @property
     def usd(self) -> float | None:
         """The price of all `tokens`."""
-        if self.usd_per_chip_hour is None or not self.tokens or math.isinf(self.days_needed):
+        if self.price.on_demand is None or not self.tokens or math.isinf(self.days_needed):
             return None
-        return self.tokens / 1e9 * self.plan.target.usd_per_billion(self.tokens_per_s, self.usd_per_chip_hour)
+        return self.tokens / 1e9 * self.plan.target.usd_per_billion(self.tokens_per_s, self.price.on_demand)
 
     def lines(self) -> list[Line]:
         """All layouts that may fit, the best first; those that were compiled come before those that were estimated."""
@@ -104,8 +99,8 @@ class Outcome:
         plan, predicted = self.plan, one.report.prediction if one.report else None
         speed = _speed(plan, one) if plan.target.chip else 0.0
         usd = None
-        if self.usd_per_chip_hour is not None and speed:
-            usd = plan.target.usd_per_billion(speed, self.usd_per_chip_hour)
+        if self.price.on_demand is not None and speed:
+            usd = plan.target.usd_per_billion(speed, self.price.on_demand)
         return Line(
             rank=rank,
             candidate=one,
@@ -213,7 +208,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "notes": list(plan.notes),
         "error": plan.error,
         "price_error": plan.estimate_error,
-        "usd_per_chip_hour": outcome.usd_per_chip_hour,
+        "usd_per_chip_hour": outcome.price.on_demand,
         "tokens": outcome.tokens or None,
         "days": outcome.days or None,
         "days_needed": outcome.days_needed if outcome.tokens and outcome.tokens_per_s else None,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gspmd_lm.foresight.propagation import Transfer
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.hardware.network import Groups, Network, sent_bytes
@@ -54,6 +55,7 @@ class Overlap:
 
     def __init__(self, target: Target):
         self.target = target
+        # Compile-only devices; none of a target without links, such as simulated devices.
         self.devices = _devices(target) if target.chip and target.platform != "cpu" else []
         self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
 
@@ -90,7 +92,7 @@ class Overlap:
             link = network.link(groups[axes])
             whole_bytes = size_bytes / sent_bytes("all-gather", 1, len(groups[axes][0]))
             if kind in ("stages", "waiting"):
-                seconds = times * network.time_s("collective-permute", size_bytes, neighbours(groups[axes]))
+                seconds = times * network.time_s("collective-permute", size_bytes, _neighbours(groups[axes]))
             else:
                 seconds = times * network.time_s("all-gather", whole_bytes, groups[axes])
             total_s += seconds
@@ -187,6 +189,14 @@ class Overlap:
             self._networks[key] = Network(self.target.chip, **locations, mesh=rules.mesh), _Groups(rules)
         return self._networks[key]
 
+    def transfer_s(self, rules: Rules, one: Transfer) -> float:
+        """The seconds of a traced transfer, sent once, on the links of its mesh axes."""
+        network, groups = self.network(rules)
+        devices = groups[one.mesh_axes]
+        if one.kind == "collective-permute":
+            return network.time_s(one.kind, one.bytes, _neighbours(devices))
+        return network.time_s(one.kind, one.bytes / sent_bytes(one.kind, 1.0, len(devices[0])), devices)
+
 
 def _sharing_links(network: Network, groups: Mapping[str, Groups], sent: Iterable[str]) -> list[list[str]]:
     """Groups of mesh axes that share links: on a torus those with a common axis, elsewhere all on one network."""
@@ -207,7 +217,7 @@ def _sharing_links(network: Network, groups: Mapping[str, Groups], sent: Iterabl
     return links
 
 
-def neighbours(groups: Groups) -> Groups:
+def _neighbours(groups: Groups) -> Groups:
     """The pairs of devices of which the first one sends to the second, which is the next of its group."""
     return tuple(pair for group in groups for pair in zip(group, (*group[1:], group[0]), strict=True))
 

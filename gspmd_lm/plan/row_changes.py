@@ -93,12 +93,15 @@ class RowComparison:
     changes: tuple[Change, ...]
 
 
+_TransferKey = tuple[str, str, str, bool]  # the first four fields of a CollectiveChange
+
+
 @dataclasses.dataclass(frozen=True)
 class _Layout:
     """A layout that can stand alone: filled and checked rules, with what the changes are read from."""
 
     estimate: Estimate
-    transfers: Mapping[tuple[str, str, str, bool], tuple[int, int]]  # key of a CollectiveChange -> times, bytes
+    transfers: Mapping[_TransferKey, tuple[int, int]]  # times, bytes
     arrays: Mapping[str, tuple[PlacedArray, Any]]  # path -> the array, and all that says how it is split
 
 
@@ -237,11 +240,8 @@ def _splits(array: PlacedArray, rules: Rules) -> Any:
     return with_sizes(array.at_rest), with_sizes(array.in_use), with_sizes(array.optimizer and array.optimizer.split)
 
 
-def _sum_transfers(
-    transfers: Sequence[EstimatedTransfer],
-) -> Mapping[tuple[str, str, str, bool], tuple[int, int]]:
-    times: dict[tuple[str, str, str, bool], int] = collections.defaultdict(int)
-    sizes: dict[tuple[str, str, str, bool], float] = collections.defaultdict(float)
+def _sum_transfers(transfers: Sequence[EstimatedTransfer]) -> Mapping[_TransferKey, tuple[int, int]]:
+    times, sizes = collections.Counter[_TransferKey](), collections.defaultdict[_TransferKey, float](float)
     for one in transfers:
         key = one.collective, one.axes, one.kind, one.in_loop
         times[key] += one.times_per_step

@@ -25,7 +25,7 @@ from gspmd_lm.train import decoder
 from gspmd_lm.units import plural
 
 BEYOND = 2.0  # the share of the limit above which an estimate of memory is believed without a compiler
-LEAST_NEEDING = 3  # how many that are far above the limit are compiled before it is said that nothing fits
+LEAST_NEEDING = 3  # layouts far above the limit that are compiled before a plan says that nothing fits
 EQUAL = 0.002  # two predictions that differ by less are the same time: memory and simplicity decide
 GAIN = 0.005  # what another compilation must promise
 UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
@@ -64,28 +64,8 @@ def estimate_layouts(
     return candidates
 
 
-def plan(
-    config: Config | Task,
-    target: Target,
-    *,
-    minutes: float = 15,
-    say: Say = lambda _: None,
-    rank_by: RankBy = "time",
-    most: int = 40,
-    reports: Reports = explain.reports,
-    see: See = lambda _: None,
-    phase: Phase = "train",
-) -> Plan:
-    """The best layout of `config` on `target`, and what else was looked at. See `plans`."""
-    how: dict[str, Any] = {
-        "minutes": minutes,
-        "say": say,
-        "rank_by": rank_by,
-        "most": most,
-        "reports": reports,
-        "see": see,
-        "phase": phase,
-    }
+def plan(config: Config | Task, target: Target, **how: Any) -> Plan:
+    """The best layout of `config` on `target`, and what else was looked at. how: see `plans`."""
     return plans([(config, target)], **how)[0]
 
 
@@ -110,8 +90,8 @@ def plans(
     rank_by: "bytes" needs no times and compiles nothing; layouts are ranked by what they send, then by memory. reports:
     what compiles, as `explain.reports` does. see: is told of each layout when it is estimated, and when it is compiled.
     phase: decode asks for layouts of generation, see `decoding.DecodeSpace`.
-    Raises InputError where a target has no times, and where no mesh of its
-    devices divides the batch.
+
+    Raises InputError where a target has no times, and where no mesh of its devices divides the batch.
     """
     began = time.monotonic()
     if phase not in get_args(Phase):
@@ -124,15 +104,15 @@ def plans(
         now = time.monotonic()
         share_s = max(began + 60 * minutes * ESTIMATING - now, 0.0) / (len(cases) - number)
         if phase == "decode":
-            making: Callable[[], Space | DecodeSpace] = functools.partial(DecodeSpace, config, target)
+            make_space: Callable[[], Space | DecodeSpace] = functools.partial(DecodeSpace, config, target)
         else:
             if id(config) not in traces:
                 traces[id(config)] = TraceCache(config)
-            making = functools.partial(Space, config, target, traces[id(config)])
+            make_space = functools.partial(Space, config, target, traces[id(config)])
         place = f"{target.text}, {decoder.task(config).rows} rows: " if len(cases) > 1 else ""
-        told: Say = lambda message, place=place: say(place + message)  # noqa: E731
-        asking = functools.partial(reports, phase=phase) if phase != "train" else reports
-        searches.append(_begin_search(making, now + share_s, told, asking, clock, most, see))
+        say_of_case: Say = lambda message, place=place: say(place + message)  # noqa: E731
+        reports_of_phase = functools.partial(reports, phase=phase) if phase != "train" else reports
+        searches.append(_Search(make_space, now + share_s, say_of_case, reports_of_phase, clock, most, see))
     if rank_by == "bytes":
         for search in searches:
             search.stopped = "layouts are ranked by bytes alone"
@@ -142,28 +122,6 @@ def plans(
         for search in searches:
             search.finish()
     return [search.result(rank_by) for search in searches]
-
-
-def _begin_search(
-    make_space: Callable[[], Space | DecodeSpace],
-    until_s: float,
-    say: Say,
-    reports: Reports,
-    clock: "_Clock",
-    most: int,
-    see: See,
-) -> "_Search":
-    """A search that has its estimates, as many as there was time for until `until_s`."""
-    began = time.monotonic()
-    space = make_space()
-    candidates = estimate_layouts(space, until_s, see)
-    if not candidates:
-        raise _no_mesh(space.task, space.target, space.refused)
-    for note in space.notes:
-        say(note)
-    said = f"estimated {plural(len(candidates), 'layout')} in {time.monotonic() - began:.0f} s", space.not_estimated
-    say("; ".join(filter(None, said)))
-    return _Search(space, candidates, say, reports, clock, most, time.monotonic() - began, see)
 
 
 class _Clock(NamedTuple):
@@ -178,20 +136,30 @@ class _Clock(NamedTuple):
 
 
 class _Search:
+    """The search of one case. It begins with the estimates, as many as there is time for until `until_s`."""
+
     def __init__(
         self,
-        space: Space | DecodeSpace,
-        candidates: Sequence[Candidate],
+        make_space: Callable[[], Space | DecodeSpace],
+        until_s: float,
         say: Say,
         reports: Reports,
         clock: _Clock,
         most: int,
-        estimating_s: float,
         see: See,
     ):
-        self.task, self.space, self.target, self.say, self.reports = space.task, space, space.target, say, reports
+        began = time.monotonic()
+        self.space = space = make_space()
+        self.task, self.target, self.say, self.reports = space.task, space.target, say, reports
         self.clock, self.most, self.see = clock, most, see
-        self.estimating_s, self.compiling_s = estimating_s, 0.0
+        candidates = estimate_layouts(space, until_s, see)
+        if not candidates:
+            raise _no_mesh(space)
+        for note in space.notes:
+            say(note)
+        self.estimating_s, self.compiling_s = time.monotonic() - began, 0.0
+        said = f"estimated {plural(len(candidates), 'layout')} in {self.estimating_s:.0f} s", space.not_estimated
+        say("; ".join(filter(None, said)))
         self.late = False  # whether something was not compiled for want of time
         self.searched = len(candidates)
         may_fit = [one for one in candidates if one.fits is not False]
@@ -243,8 +211,8 @@ class _Search:
                 self._compile([one])
         self._try_least()
         if len(self.tried) < self.most and self.clock.left_s > 0:
-            self._try_variants(self.space.interleave_rows)
-            self._try_variants(self.space.with_options)
+            for variants in self.space.variants:
+                self._try_variants(variants)
 
     def _in_time(self, takes_s: float = 0.0) -> bool:
         """Whether there is time for what takes so long; if not, the search has stopped for want of it."""
@@ -446,8 +414,9 @@ def _distance(one: Candidate, other: Candidate) -> int:
     return sum(map(operator.ne, one.features, other.features))
 
 
-def _no_mesh(task: Task, target: Target, refused: int) -> InputError:
-    why = f"; the rules' own checks refused {refused} layouts" if refused else ""
+def _no_mesh(space: Space | DecodeSpace) -> InputError:
+    task, target = space.task, space.target
+    why = f"; the rules' own checks refused {space.refused} layouts" if space.refused else ""
     setting = task.names.settings.get(task.names.rows, "rows of a batch")
     return InputError(
         f"{task.name}: no mesh of the {target.devices} devices of {target.text} divides its {task.rows} rows{why}\n"

@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
@@ -32,7 +32,7 @@ from gspmd_lm.program.supported import kernel_choice
 from gspmd_lm.program.task import Task
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file, slices
-from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules, divisors
+from gspmd_lm.sharding.rules import CONTEXTS, Rules, divisors
 from gspmd_lm.train.choices import settle_rules
 from gspmd_lm.train.state import attention_pass
 from gspmd_lm.units import plural
@@ -89,6 +89,8 @@ class LayoutSpace:
         self.tables = 0  # layouts, before what is tried of each, in all
         self.left_out = 0  # those for which there was no time
         self.notes: list[str] = []  # what the user should know of the choice
+        # The best layout is compiled with the settings that each of these adds, whose effect no estimate knows.
+        self.variants: tuple[Callable[[Mapping[str, Any]], Iterator[dict[str, Any]]], ...] = ()
 
     def in_time(self, layouts: Iterable[dict[str, Any]], until_s: float) -> Iterator[dict[str, Any]]:
         """The layouts for which there is time, and at least one. Those whose meshes have fewest axes come first.
@@ -109,14 +111,6 @@ class LayoutSpace:
         left_out = f"{self.left_out:,} of {self.tables:,} {self.counted} were not estimated for want of time"
         return left_out if self.left_out else ""
 
-    def interleave_rows(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """A layout with layers interleaved, if the step has rows to interleave."""
-        return iter(())
-
-    def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """A layout under each set of compiler options that may make the step faster."""
-        return iter(())
-
 
 class Space(LayoutSpace):
     """The candidates for training one config or task on one target."""
@@ -126,6 +120,7 @@ class Space(LayoutSpace):
     def __init__(self, config: Config | Task, target: Target, traces: TraceCache | None = None):
         self.traces = traces or TraceCache(config)
         super().__init__(self.traces.task, target)
+        self.variants = self.interleave_rows, self.with_options
         single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.names)
         self.trace = self.traces.trace(single)
         self.asked = self.trace.recorder.asked
@@ -135,10 +130,6 @@ class Space(LayoutSpace):
             plain = self.rules({"mesh": {"data": target.devices}})
             kernel_note = kernel_choice(plain, decoder_config, target.processor, attention_pass(decoder_config))
             self.notes += [f"attention: {kernel_note}"] if kernel_note else []
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The plain values of each rules file."""
-        return (raw for raw, _ in self.fill_layouts())
 
     def fill_layouts(self, until_s: float = math.inf) -> Iterator[tuple[dict[str, Any], Rules]]:
         """The plain values of each rules file, and its rules, filled. until_s: see `in_time`."""
@@ -153,7 +144,7 @@ class Space(LayoutSpace):
                 ):
                     if remat.offload and rules.pipeline:
                         continue
-                    named = raw | _plain(remat)
+                    named = raw | ({} if remat.policy == "none" else {"remat": remat.plain})
                     yield named, dataclasses.replace(rules, remat=remat, path=describe(named))
 
     @property
@@ -308,14 +299,6 @@ class Space(LayoutSpace):
     def names(self) -> variants.Names:
         """The names that a remat policy may save or offload."""
         return variants.Names.from_trace(self.trace, self.has_fused_attention, self.task.names.saveable_names)
-
-
-def _plain(remat: Remat) -> dict[str, Any]:
-    """A policy as a rules file says it."""
-    if remat.policy == "none":
-        return {}
-    lists = {"save": list(remat.save), "offload": list(remat.offload)}
-    return {"remat": {how: names for how, names in lists.items() if names} if remat.policy == "names" else remat.policy}
 
 
 def describe(raw: Mapping[str, Any]) -> str:

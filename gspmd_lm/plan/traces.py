@@ -92,8 +92,8 @@ class Part:
     rules: Rules  # the same; of the layers of stages, those within a stage
     trace: ForwardTrace  # of one microbatch; of the layers of stages, one of those that go through the stages
     of_stages: bool | None  # None: the whole step
-    runs: float  # how often in a step a device does what the trace has of this part
-    kept: float  # of how many runs a device keeps at once what the backward pass needs
+    runs: float  # how often a device runs this part of the trace in a step
+    kept: float  # for how many runs a device holds the saved activations at once
     again: bool = False  # whether it runs forward once more, from what a stage was given
 
     @property
@@ -132,7 +132,7 @@ class Part:
 
     @property
     def gathers_ahead(self) -> bool:
-        """Whether a stage gathers its matrices once for the forward pass: jax takes what no turn changes out of it."""
+        """Whether a stage gathers its matrices once for all forward turns: jax hoists what no turn changes."""
         pipeline = self.step_rules.pipeline
         if not self.of_stages or not pipeline or self.gathers_once:
             return False
@@ -184,7 +184,7 @@ class Shards:
         self._counts: dict[NamedNodes, int] = {}
 
     def held_bytes(self, size: float, nodes: NamedNodes) -> float:
-        """The bytes that one device holds of an array of `size` bytes; of rows at their experts, of their buffer."""
+        """The bytes that one device holds of an array of `size` bytes; for rows at experts, those of the buffer."""
         return self.buffer_share(nodes) * size / self.count(nodes)
 
     def at_rest(self, weight: Node) -> int:

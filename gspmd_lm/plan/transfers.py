@@ -173,17 +173,12 @@ class Transfers:
         of_loop = origin.primitive == "carry" or origin.shape != node.shape  # carried on, or taken apart
         return node.trip_count if of_loop else origin.trip_count
 
-    def queries_of(self, keys: Node) -> Node | None:
-        """The queries that read keys or values; None for other activations."""
-        if not keys.placed or "kv_seq" not in keys.placed.axes:
-            return None
-        queries = [node for node in self.graph.combined_with(keys) if node.placed and "seq" in node.placed.axes]
-        return queries[0] if queries else None
-
     def sharding_of_queries(self, keys: Node) -> Sharding:
         """The sharding of the queries that read keys or values; empty for other activations."""
-        queries = self.queries_of(keys)
-        return self.sharding(queries) if queries else {}
+        if not keys.placed or "kv_seq" not in keys.placed.axes:
+            return {}
+        queries = [node for node in self.graph.combined_with(keys) if node.placed and "seq" in node.placed.axes]
+        return self.sharding(queries[0]) if queries else {}
 
     def is_head(self, matmul: Matmul) -> bool:
         """Whether a matmul gives the logits: it is a part of the loss."""
@@ -216,7 +211,7 @@ class Transfers:
         heads: str = "",
         ring: bool = False,
     ) -> None:
-        """Adds how an array of a split sequence comes to where attention reads it, and its gradient back.
+        """Adds what brings an array of a split sequence to the devices whose attention reads it, and its gradient back.
 
         Each query reads all keys and values: they are gathered, or passed round a ring, and once more for gradients.
         With ulysses, a device has all tokens of some heads instead: its queries go there as keys do, and results come
@@ -282,9 +277,8 @@ class Transfers:
             # table is gathered.
             looked_up_where_stored = self.volume(rows.bytes, {width: tuple(column_axes)}, placed)
             at_rest = [looked_up_where_stored, self.token_ids(rows, token_axes, column_axes & token_axes)]
-            itemsize = (
-                rows.itemsize if is_gathered else table.itemsize
-            )  # one that is looked up where it rests is not cast
+            # A table that is looked up where it rests is not cast.
+            itemsize = rows.itemsize if is_gathered else table.itemsize
             gathered = [self.volume(table.elements * itemsize, table.storage, {})]
             way = self.add_cheapest(at_rest, gathered, free=gathered if is_gathered else None)
             known_over = column_axes if way is at_rest else set()  # mesh axes over which ids are gathered already

@@ -121,9 +121,8 @@ class Names(NamedTuple):
         op_graph, graph = trace.op_graph(fused), trace.graph
         nodes = [node for node in graph.nodes if node.checkpoint_name in known and op_graph.in_block(node)]
         inputs = [node.checkpoint_name for node in nodes if node.inputs[0].primitive == "carry"]
-        gathered = [
-            matmul.input.array for matmul in graph.matmuls if graph.gathered_from(matmul.input)
-        ]  # only placed anew
+        # Arrays that are only placed anew.
+        gathered = [matmul.input.array for matmul in graph.matmuls if graph.gathered_from(matmul.input)]
         labels = [node.checkpoint_name for node in nodes if node.checkpoint_name not in (*inputs, *gathered)]
         outputs = [*(name for name in (OUT, *READ) if name in labels), *labels]
         return cls(tuple(dict.fromkeys(outputs)), tuple(dict.fromkeys(inputs)))
@@ -171,7 +170,9 @@ class _Knapsack:
         destinations: dict[str, Destination] = dict.fromkeys(names.inputs, "offload") if host_bytes else {}
         now = self.estimate(names.remat(destinations))
         room_bytes = max(limit_bytes - now.peak_bytes, 1.0)
-        link_bytes = self._link_bytes(now.seconds) if host_bytes else 1.0
+        link_bytes = 1.0  # what a microbatch can send to the host while its loop computes
+        if host_bytes and (chip := self.estimator.chip):
+            link_bytes = max(STEP_SHARE / self.rules.microbatches * now.seconds * chip.host_bytes_per_s, 1.0)
         while True:
             best: tuple[float, dict[str, Destination], RematEstimate] | None = None
             for name, destination in itertools.product(names.outputs, ("save", "offload") if host_bytes else ("save",)):
@@ -189,9 +190,3 @@ class _Knapsack:
             if best is None:
                 return names.remat(destinations)
             _, destinations, now = best
-
-    def _link_bytes(self, step_s: float) -> float:
-        """What a microbatch can send to the host while its loop computes."""
-        chip = self.estimator.chip
-        assert chip
-        return max(STEP_SHARE / self.rules.microbatches * step_s * chip.host_bytes_per_s, 1.0)

@@ -1,7 +1,7 @@
 """What a config asks for and kernels or rules do not support, and the choice of the attention kernel."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -323,7 +323,7 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     if not {*over} <= {*batch} and pipeline.schedule != "1f1b":
         wrong(
             f"the batch is not split over {names}, so the devices of all stages compute the same table and loss",
-            f"--set rules.rules.batch=[{', '.join((*over, *batch))}]",
+            f"--set rules.rules.batch={_as_value((*over, *batch))}",
             warning=True,
         )
     return problems
@@ -370,6 +370,11 @@ def _beyond_one_stream(model: ModelConfig) -> list[str]:
     return [f"{key}={value}" if isinstance(value, int) else key for key, value in found.items()]
 
 
+def _as_value(names: Sequence[str]) -> str:
+    """Mesh axes as the value of a row in a flag, where a space would end it: data, or [stage,data]."""
+    return names[0] if len(names) == 1 else f"[{','.join(names)}]"
+
+
 def _pipeline_row(rules: Rules) -> str:
     return rules.place("pipeline", rules.pipeline.plain if rules.pipeline else {})
 
@@ -400,12 +405,13 @@ def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Probl
     path = _EXPERTS
     (names, tokens), row = _expert_axes(rules), rules.row("rules", path, "expert")
     if row and {*names} & tokens and {*names} - tokens:
-        token_axes = ", ".join(name for name in names if name in tokens)
-        other_axes = ", ".join(name for name in names if name not in tokens)
-        both = f"{token_axes}, which splits tokens, and {other_axes}, which does not"
-        fix = f"--set rules.{row.key}={token_axes}, so that tokens travel"
+        token_axes = [name for name in names if name in tokens]
+        other_axes = [name for name in names if name not in tokens]
+        both = f"{', '.join(token_axes)}, which splits tokens, and {', '.join(other_axes)}, which does not"
         message = f"experts: expert would be split over {both}"
-        problems.append(Problem(message, row.place, fix, f"--set rules.{row.key}={other_axes}, so that none does"))
+        fix = f"--set rules.{row.key}={_as_value(token_axes)}, so that tokens travel"
+        instead = f"--set rules.{row.key}={_as_value(other_axes)}, so that none does"
+        problems.append(Problem(message, row.place, fix, instead))
     if model.moe.capacity_factor and (over := split_sequence(rules)):
         message = (
             "model.experts.capacity_factor: an expert computes the first tokens of a row, "

@@ -59,6 +59,7 @@ class Problem:
     clash: Clash | None = None
     sizes: tuple[tuple[str, int], ...] = ()  # mesh axes, and with which size each of them fills the devices
     axes: tuple[str, ...] = ()  # that a row may have in place of an unknown one, in all models
+    misspelt: tuple[str, str] = ("", "")  # a word of the row, and the known word that it resembles, if it does
 
     def within(self, axes: Collection[str]) -> "Problem":
         """The same problem with a fix that names those of `self.axes` that a model has."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from gspmd_lm.config.paths import short_name
-from gspmd_lm.errors import did_you_mean, either
+from gspmd_lm.errors import did_you_mean, either, nearest
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.problems import UNUSED, Clash, ClashingRow, Problem, place
 from gspmd_lm.units import plural
@@ -58,6 +58,12 @@ class Remat:
     policy: Literal["none", "block", "dots", "names"] = "none"
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+
+    @property
+    def plain(self) -> str | dict[str, list[str]]:
+        """The value of the key `remat` in a rules file."""
+        lists = {"save": [*self.save], "offload": [*self.offload]}
+        return {key: names for key, names in lists.items() if names} if self.policy == "names" else self.policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,7 +364,8 @@ class Rules:
                 message = f"{row.key}: no array is named {row.array}{did_you_mean(row.array, [*known, *arrays])}"
                 near = difflib.get_close_matches(row.array, {**known, **arrays}, n=3, cutoff=0)
                 fix = f"use {either(near)}; --rules=none --dry_run lists them all"
-                problems.append(Problem(message, row.place, fix))
+                misspelt = row.array, nearest(row.array, [*known, *arrays])
+                problems.append(Problem(message, row.place, fix, misspelt=misspelt))
             else:
                 lacks = row.axis if named else row.array or row.axis
                 message = f"{row.key}: this config has no {lacks}, so the row does nothing"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from gspmd_lm.config import core_yaml
 from gspmd_lm.config.paths import find_file, read_text
-from gspmd_lm.errors import did_you_mean, either
+from gspmd_lm.errors import did_you_mean, either, nearest
 from gspmd_lm.hardware.chips import PLATFORMS
 from gspmd_lm.hardware.target import MOST_DEVICES
 from gspmd_lm.sharding.axes import DECODER
@@ -79,11 +79,10 @@ def to_dict(rules: Rules) -> dict[str, Any]:
         names = [*row.mesh_axes]
         key = row.key.removeprefix(f"{row.table}.")
         tables[row.table][key] = None if not names else names[0] if len(names) == 1 else names
-    remat, kept = rules.remat, {"save": [*rules.remat.save], "offload": [*rules.remat.offload]}
     values = {
         "mesh": dict(rules.mesh),
         **tables,
-        "remat": {key: names for key, names in kept.items() if names} if remat.policy == "names" else remat.policy,
+        "remat": rules.remat.plain,
         "microbatches": rules.microbatches,
         "pipeline": rules.pipeline.plain if rules.pipeline else None,
         "interleave": rules.interleave,
@@ -145,14 +144,16 @@ class _Reader:
         self.problems: list[Problem] = []
         self.flags: dict[str, str] = {}  # key -> the flag that set it
 
-    def wrong(self, message: str, key: str, value: Any, fix: str, axes: Iterable[str] = ()) -> None:
-        self.problems.append(Problem(message, place(self.path, self.flags, key, value), fix, axes=tuple(axes)))
+    def wrong(self, message: str, key: str, value: Any, fix: str, **more: Any) -> None:
+        self.problems.append(Problem(message, place(self.path, self.flags, key, value), fix, **more))
 
     def check_word(self, word: Any, words: Iterable[str], what: str, key: str, value: Any, fix: str = "") -> bool:
         """Whether `word` is one of `words`. If not, that is a problem."""
         words = tuple(words)
         if word not in words:
-            self.wrong(f"{what} {flow(word)}{did_you_mean(str(word), words)}", key, value, f"use {either(words)}{fix}")
+            message = f"{what} {flow(word)}{did_you_mean(str(word), words)}"
+            misspelt = str(word), nearest(str(word), words)
+            self.wrong(message, key, value, f"use {either(words)}{fix}", misspelt=misspelt)
         return word in words
 
     def size(self, number: Any, what: str, key: str, fix: str = "") -> bool:
@@ -263,10 +264,11 @@ class _Reader:
             names = tuple(target) if isinstance(target, list) else () if target is None else (target,)
             problems_before = len(self.problems)
             if axis not in axes:
-                hint = did_you_mean(axis, axes)
+                hint, near = did_you_mean(axis, axes), nearest(axis, axes)
                 if not array and axis in self.vocabulary.arrays:
-                    hint = f" ({axis} is an array: write {axis}.AXIS)"
-                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use {either(axes)}", axes)
+                    hint, near = f" ({axis} is an array: write {axis}.AXIS)", ""
+                fix, more = f"use {either(axes)}", {"axes": tuple(axes), "misspelt": (axis, near)}
+                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, fix, **more)
             for at, name in enumerate(names):
                 if name in names[:at]:
                     self.wrong(f"{where}: {flow(name)} appears twice", where, target, f"name {flow(name)} once")

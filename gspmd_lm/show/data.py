@@ -38,7 +38,10 @@ def show(overview: Overview, console: Console) -> None:
 
 def page(overview: Overview, command: str) -> str:
     """The HTML of the page, which has the rows whole. command: what made it."""
-    sections = [_counts(overview), *(Section(_about(row), "", [Figure(_segments(row))]) for row in overview.rows)]
+    sections = [
+        _counts(overview),
+        *(Section(_about(row), "", [Figure("".join(_segment(*one) for one in row.segments))]) for row in overview.rows),
+    ]
     legend = "<p><small>The loss counts the <mark>marked</mark> tokens. The others are read only.</small></p>"
     body = html.facts(sections) + html.sections(sections[:1]) + legend + html.sections(sections[1:])
     return html.page("Data", command, body)
@@ -100,10 +103,6 @@ def _line(row: ShownRow, has_colours: bool) -> Line:
 def _visible(text: str) -> str:
     """A text in which what would control a terminal is shown as U+FFFD, and a tab as spaces."""
     return "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in text.replace("\t", "    "))
-
-
-def _segments(row: ShownRow) -> str:
-    return "".join(_segment(*one) for one in row.segments)
 
 
 def _segment(name: str, pieces: Sequence[Piece]) -> str:

@@ -125,7 +125,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of a report. `known` says how its figures are known: counted, compiled, predicted or measured."""
+    """A part of a report. `known` says how its figures are known: see `html.MEANINGS`."""
 
     title: str
     known: str

@@ -166,7 +166,7 @@ def answer(outcome: Outcome) -> str:
     price = (
         ""
         if outcome.usd is None
-        else f", for {human_amount(outcome.usd)} dollars at {outcome.usd_per_chip_hour:g} a chip and hour"
+        else f", for {human_amount(outcome.usd)} dollars at {outcome.price.on_demand:g} a chip and hour"
     )
     sentence = f"{human_count(outcome.tokens)} tokens take {human_amount(outcome.days_needed)} days{price}"
     if outcome.in_time is False:

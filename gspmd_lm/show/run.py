@@ -72,7 +72,11 @@ def figures(run: RunHistory) -> list[Fact]:
 
 
 def _runs(runs: Sequence[RunHistory]) -> Section:
-    rows = [{"run": run.name, **{fact.name: fact.value for fact in figures(run)}} for run in runs]
+    facts = [{fact.name: fact.value for fact in figures(run)} for run in runs]
+    names = dict.fromkeys(name for one in facts for name in one)  # runs may count tokens or rows
+    rows = [
+        {"run": run.name, **{name: one.get(name, "-") for name in names}} for run, one in zip(runs, facts, strict=True)
+    ]
     return Section("Runs", "measured", [table_of("Runs", rows, ("run",)), *_damage(runs)])
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 
 from gspmd_lm.foresight.whole_job import Course, WholeJob
-from gspmd_lm.hardware.capacity import Assumptions
 from gspmd_lm.show.document import Cell, Fact, Folded, Notes, Section, figure, table_of
 from gspmd_lm.units import human_amount, human_bytes, human_clock, human_seconds, plural
 
@@ -75,12 +74,8 @@ def _more(job: WholeJob) -> list[tuple[str, str]]:
         ("way back", f"{_time(job.return_s)}: {', '.join(f'{_time(seconds)} {name}' for seconds, name in parts)}"),
         ("first start", f"compiles for {_time(work.compile_s)}" if work.compile_s else "compiles"),
         ("each host", f"reads {work.rows_per_s:.3g} rows, {human_bytes(work.read_bytes_per_s)} a second"),
-        ("assumed", _state_assumptions(assumed)),
+        ("assumed", f"--assume={','.join(f'{name}={value:g}' for name, value in dataclasses.asdict(assumed).items())}"),
     ]
-
-
-def _state_assumptions(assumed: Assumptions) -> str:
-    return f"--assume={','.join(f'{name}={value:g}' for name, value in dataclasses.asdict(assumed).items())}"
 
 
 def _time(seconds: float) -> str:

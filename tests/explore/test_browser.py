@@ -194,6 +194,17 @@ def test_a_mesh_axis_is_dragged_and_the_figures_follow(bench):
     bench.expect("output[for='control-mesh.tensor']").to_have_text("4")
 
 
+def test_an_empty_field_takes_the_batch_of_the_config(bench):
+    field, first = bench.page.locator("input[name=batch]"), bench.state()["inputs"]["batch"]
+    for written, batch in (("64", 64), ("", first)):
+        field.fill(written)
+        field.blur()
+        bench.expect("input[name=batch]").to_have_value(str(batch))
+        assert field.get_attribute("aria-invalid") is None
+        bench.settle()
+    assert bench.state()["inputs"]["batch"] == first != 64
+
+
 def test_a_layout_is_pinned_and_compared(bench):
     bench.page.click("#pin")
     bench.expect("#pin").to_have_attribute("aria-pressed", "true")

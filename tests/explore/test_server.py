@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 import urllib.request
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def test_each_address_needs_the_token(refused):
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1:80", "localhost:8001", "", "[::1]:8000"])
 def test_other_hosts_are_refused(refused, host):
     assert refused("GET", "/state", **{"X-Token": "the-token", "Host": host}) == 421
+
+
+def test_the_usual_port_is_left_out_by_browsers_and_none_is_above_65535(tiny):
+    http = TestClient(server.make_app(tiny.workbench, "the-token", 80), base_url="http://127.0.0.1")
+    assert http.get("/state", headers={"X-Token": "the-token", "Host": "127.0.0.1"}).status_code == 200
+    for port in (-1, 2**16):
+        with pytest.raises(InputError, match=f"--port={port}: is no port"):
+            server.Server(tiny.workbench, port)
 
 
 def test_requests_of_other_pages_are_refused(refused):
@@ -117,6 +126,15 @@ def test_processes_that_end_or_take_too_long_are_started_anew(tiny, monkeypatch)
     tiny.workbench._fail_layer(again["version"], "it was ended")
     told = tiny.state()
     assert told["layer"] is None and "the layer: it was ended" in told["not_known"] and told["headline"]
+
+
+@pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
+def test_a_job_that_has_ended_is_stopped_again(monkeypatch, error):
+    def refuse(group, number):
+        raise error
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    jobs.Job.stop(types.SimpleNamespace(_process=types.SimpleNamespace(pid=0)))  # type: ignore[arg-type]
 
 
 def test_what_is_missing_is_said(monkeypatch):

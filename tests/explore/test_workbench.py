@@ -16,6 +16,7 @@ from gspmd_lm.explore.workbench import Workbench
 from gspmd_lm.foresight import explain, table
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.sharding import rules_file
 from gspmd_lm.show import dry_run, terminal
 from gspmd_lm.train import decoder, state
 from tests.quick import QUICK
@@ -191,6 +192,12 @@ def test_only_the_given_file_and_those_of_the_folder_of_rules_are_written(open_b
             assert bench.post("save", path=path).status_code == 400, path
         (tmp_path / "rules/new.yaml").write_text("# of somebody else\n")
         assert bench.post("save", path="rules/new.yaml").status_code == 409
+        assert bench.post("save", path="mine.yaml").status_code == 200  # though others were written since
+    (tmp_path / "mine.yml").write_text(TP8)
+    with open_bench("mine.yml", "cpu:8", "tiny") as bench:
+        assert bench.post("save", path="mine.yml").status_code == 200
+    with open_bench(rules_file.from_text(TP8, "tensor 8"), "cpu:8", "tiny") as bench:  # of a program, and in no file
+        assert bench.post("save", path="tensor 8").status_code == 400
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.yaml") if not path.is_symlink()}
     assert written == {"mine.yaml", "rules/new.yaml", "rules/other.yaml"}
 

@@ -41,12 +41,19 @@ def traces_of():
     return make
 
 
+class ListedSpace(Space):
+    """A space over whose rules files, as plain values, a test may go."""
+
+    def __iter__(self):
+        return (raw for raw, _ in self.fill_layouts())
+
+
 @pytest.fixture(scope="session")
 def space_of(traces_of):
     """A function that gives the space of a config or task on a target."""
 
     def make(config, target):
-        return Space(config, targets.parse(target), traces_of(config))
+        return ListedSpace(config, targets.parse(target), traces_of(config))
 
     return make
 

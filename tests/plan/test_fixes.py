@@ -7,6 +7,7 @@ import types
 import pytest
 
 from gspmd_lm import config as configs
+from gspmd_lm.errors import RunFailed
 from gspmd_lm.foresight.report import Finding
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import advice
@@ -89,3 +90,23 @@ def test_settings_that_would_save_memory_are_named_and_half_of_one_row_is_none_o
         "optimizer.mu_dtype=bfloat16",
     } == saved.keys()
     assert all(size > 0 for size in saved.values()) and [*saved.values()] == sorted(saved.values(), reverse=True)
+
+
+def test_a_batch_that_is_filled_up_is_doubled_with_its_padding():
+    config, target = configs.load("tiny", ["data.batch=6", "data.padded_batch=8"]), targets.parse("v5e:1x1")
+    layout = rules_file.from_dict({"mesh": {"data": 1}}, "one").fill(1)
+    best = types.SimpleNamespace(rules=layout, step_time_s=Estimator(config, target).estimate(layout).step_time_s)
+    changed = advice.changes(config, types.SimpleNamespace(best=best, target=target, candidates=()))
+    assert all(change.gain < 1 for change in changed)  # twice the rows take longer
+
+
+def test_a_larger_target_whose_compiler_fails_is_left_out(monkeypatch):
+    def fail(*args):
+        raise RunFailed("the compiler was killed")
+
+    monkeypatch.setattr(advice, "estimate_layouts", lambda *args: [layout])
+    monkeypatch.setattr(advice.explain, "reports", fail)
+    layout = types.SimpleNamespace(name="fsdp 8", rules=None, estimate=types.SimpleNamespace(peak_bytes=1))
+    said, plan = [], types.SimpleNamespace(target=targets.parse("v5e:1x1"))
+    assert advice.larger(configs.load("tiny"), plan, said.append) is None
+    assert said.count("left out: fsdp 8: the compiler was killed") == advice.MOST_LARGER

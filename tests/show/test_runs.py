@@ -67,6 +67,15 @@ def test_the_page_shows_where_the_time_went(tmp_path):
     assert both.count('class="bar"') == 1
 
 
+def test_tokens_and_rows_of_runs_side_by_side_have_columns_of_their_own(tmp_path):
+    write(tmp_path / "images", [row(2, rows=16.0, tokens_per_s=None, rows_per_s=80.0)])
+    write(tmp_path / "texts", [row(2)])
+    (table,) = shown._runs(history.read_runs([str(tmp_path)])).blocks
+    images, texts = (dict(zip((column.name for column in table.columns), one, strict=True)) for one in table.rows)
+    assert (images["rows"], images["rows/s"], images["tokens/s"]) == ("16", "80", "-")
+    assert (texts["tokens"], texts["tokens/s"], texts["rows"]) == ("1.02k", "5.12k", "-")
+
+
 def test_a_folder_of_runs_is_read_and_so_is_a_run(runs, tmp_path):
     both = history.read_runs([str(runs)])
     assert (

@@ -8,7 +8,8 @@ for (const field of document.querySelectorAll("#inputs input")) {
   field.addEventListener("change", async () => {
     const { name } = field;
     const words = field.value.split(/\s+/).filter(Boolean);
-    const value = field.type === "number" ? Number(field.value) : name === "set" ? words : field.value.trim();
+    const size = field.value === "" ? null : Number(field.value); // null: that of the config
+    const value = field.type === "number" ? size : name === "set" ? words : field.value.trim();
     try {
       await post("/edit", { [name]: value });
       field.removeAttribute("aria-invalid");
