@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -70,10 +71,13 @@ def take_spec(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _wrap_placing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
-    def call(x: Any, spec: Any, *arguments: Any, **how: Any) -> Any:
+    def call(*arguments: Any, **how: Any) -> Any:
+        x, spec, *_ = signature.bind(*arguments, **how).arguments.values()  # jax and models also name arguments
         if not (_answered.get() and isinstance(spec, PartitionSpec)):
-            return function(x, spec, *arguments, **how)
+            return function(*arguments, **how)
         return jax.tree.map(lambda x: _place(x, spec, f"{name}(x, {spec})"), x)
 
     return call
