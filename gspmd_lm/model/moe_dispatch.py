@@ -294,10 +294,10 @@ _mixture.defvjp(_forward, _backward)
 def _derivatives_of_round(
     layout: _MoeLayout, weights: Any, kept: Any, dy_MD: jax.Array, sizes_E: jax.Array
 ) -> tuple[jax.Array, jax.Array, list[Any]]:
-    """The derivative of `_products`: of its rows, of the weight of each row, [M, 1], and of the matrices.
+    """The gradients of the rows of `_products`, of the weight of each row, [M, 1], and of the matrices.
 
-    That of a row's weight is given times this weight, which multiplies what experts give or what they read. kept: the
-    rows, and what `_products` gives beside the output.
+    A row's weight multiplies the output or the input of its expert. Its gradient comes multiplied by the weight itself.
+    kept: the rows, and what `_products` gives beside the output.
     """
     (rows_MD, in_MF, low_MR), (matrices, (*_, b_down)) = kept, weights
     hidden_MF, back = jax.vjp(layout.activated, *in_MF)
@@ -360,10 +360,10 @@ def _product(layout: _MoeLayout, matrix: Adapted, rows_MD: jax.Array, sizes_E: j
 def _derivatives(
     layout: _MoeLayout, matrix: Adapted, inputs: Sequence[jax.Array], dy_MF: jax.Array, sizes_E: jax.Array
 ) -> list[Any]:
-    """The gradients of the arguments of `_product`: of the rows, of the matrix, and of those of an adapter.
+    """The gradients of the rows of `_product`, of the matrix, and of the matrices of its adapter.
 
     inputs: the rows and, with an adapter, the rows times its first matrix. The gradient of the matrix is a product in
-    the compute dtype, also where the others have operands of 8 bits.
+    the compute dtype even where the other products have operands of 8 bits.
     """
     w = matrix.weight
     with scope("of", w.path):
@@ -391,5 +391,5 @@ def _gradient(weight: Weight, rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax
 
 
 def _of_experts(d_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """The derivative of `of_rows`."""
+    """[E, F]: the sum of the rows of each expert, which is the derivative of `expert_rows`."""
     return jnp.einsum("ME,MF->EF", hot(sizes_E, len(d_MF), d_MF.dtype), d_MF)

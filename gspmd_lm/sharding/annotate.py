@@ -75,7 +75,7 @@ class Stages(NamedTuple):
     microbatches: int
     repeats: int  # how often a microbatch goes through all stages
     gathers_once: bool  # whether weights are gathered once in a step
-    keep: str  # of which the backward pass finds the inputs: layers or stage
+    keep: str  # layers or stage: whose inputs are kept for the backward pass
     replicas: tuple[str, ...]  # the mesh axes along which the weights of a stage are whole
 
 

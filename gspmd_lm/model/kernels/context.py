@@ -65,7 +65,7 @@ def gathered_early(specs: Sequence[str], arrays: Sequence[jax.Array], tokens: To
 
 
 def _form(over: Split, tokens: Tokens) -> str:
-    """A row that is not in zigzag, such as a prompt, has no order that a ring could go round in: see `attend`.
+    """The form of context parallelism for these tokens. A ring needs rows in zigzag: see `attend`.
 
     Where nothing runs, no row is in zigzag.
     """
@@ -120,9 +120,9 @@ def attend(
 ) -> jax.Array:
     """Attention to keys and values that are placed as `keys_spec` says, [B, T, N, H]: see `attention.attend`.
 
-    With a slot, a single token of each row attends to the row's cache. A row that is not in zigzag, such as a prompt,
-    has no order that a ring could go round in: its keys are gathered. Each device may have the keys of whole rows
-    already: see `gathered_early`.
+    With a slot, a single token of each row attends to the row's cache. A ring can go round only in the order of zigzag.
+    So the keys of other rows, such as prompts, are gathered. Each device may have the keys of whole rows already: see
+    `gathered_early`.
     """
     if tokens.slot is not None and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, tokens.slot, tokens.start_B, cfg, own_RN)
@@ -169,7 +169,7 @@ def attend_to_memory(
     heads_RN, kernel = attention.head_numbers(cfg, None), attention_kernel()
     segments = tokens.segments_BT, tokens.memory_segments_BS
     lengths = q_BTNH.shape[1], k_BSKH.shape[1]
-    # Rules have a kernel only where a GPU can do packed documents with it: see `supported.settled`.
+    # Rules have a kernel only where a GPU can do packed documents with it: see `supported.settle_rules`.
     lacks = [attention.unsupported_setting(kernel, cfg, seq=length, segments=True) for length in lengths]
     known = [of for of in segments if of is not None]
     if kernel == "xla" or any(lacks) or len(known) < 2 or split("q", "seq").num_shards > 1:

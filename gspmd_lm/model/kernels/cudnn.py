@@ -3,7 +3,8 @@
 jax.nn.dot_product_attention has no packed documents and rounds the sums to bfloat16. Its own function below that,
 jax._src.cudnn, has both. But up to jax 0.10.2 it reads the wrong keys of packed documents if keys have fewer heads than
 queries (jax-ml/jax#39521), and it asks the GPU at hand what the kernel may do, also where a program is compiled for
-another one. So its two primitives, which are cuDNN's calls, are used here. `attention.unsupported` says what they lack.
+another one. So its two primitives, which are cuDNN's calls, are used here. `attention.unsupported_setting` says what
+they lack.
 """
 
 import functools
