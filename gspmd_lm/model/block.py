@@ -32,7 +32,7 @@ def keep_all(y_BTD: jax.Array, tokens: Tokens) -> jax.Array:
 
 
 class Branch(NamedTuple):
-    """x + after(part(before(x)))."""
+    """after_sum(x + drop(after(part(before(x))))): a norm, a scale or nothing stands around attention or an MLP."""
 
     part: Part
     before: Change = same

@@ -31,7 +31,6 @@ from gspmd_lm.sharding.annotate import (
     placement,
     remat,
     split,
-    split_over,
     use,
 )
 from gspmd_lm.sharding.matmuls import copies
@@ -152,7 +151,7 @@ class _MoeLayout(NamedTuple):
         weight_split = {name for names in self.place(weight.axes) for name in names}
         # The other matrix of an adapter is split along mlp, so that what lies between the two is a sum.
         local = self.tokens + (self.mlp.over if "rank" in axes else ())
-        return split_over(tuple(name for name in local if name not in weight_split))
+        return placement().over(tuple(name for name in local if name not in weight_split))
 
 
 def _moe_layout(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _MoeLayout:
@@ -164,7 +163,7 @@ def _moe_layout(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) 
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
         mlp = Split()
     all_to_all = bool(expert.over) and {*expert.over} <= tokens
-    inner = split_over(mlp.over + (() if all_to_all else expert.over))
+    inner = placement().over(mlp.over + (() if all_to_all else expert.over))
     # The buffer for a single token of each row, as in generation, is small whatever the token chooses.
     buffer = placement().setting("expert_buffer") if shape[1] > 1 else 0.0
     return _MoeLayout(weights, tree, down, batch, seq, expert, mlp, all_to_all, inner, buffer)

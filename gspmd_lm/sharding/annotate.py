@@ -240,11 +240,6 @@ def split(array: str, axis: str) -> Split:
     return placement().split(array, axis)
 
 
-def split_over(mesh_axes: tuple[str, ...]) -> Split:
-    """The split over these mesh axes."""
-    return placement().over(mesh_axes)
-
-
 def remat() -> Callable[..., Any] | None:
     """The policy of `jax.checkpoint` for a block, or None where a block is not computed again."""
     return placement().setting("remat")

@@ -18,7 +18,8 @@ from gspmd_lm.sharding.names import check_name, is_unnamed, name_axes
 
 # Functions of jax that place their result, and are called as attributes of its modules: they have no interceptors.
 _PRODUCTS = "einsum", "dot", "matmul", "tensordot", "reshape"
-_SECOND = (jax.lax, "with_sharding_constraint"), (jax.sharding, "reshard"), (jax, "reshard")  # the second argument
+# Those whose second argument says where to place the first.
+_PLACING = (jax.lax, "with_sharding_constraint"), (jax.sharding, "reshard"), (jax, "reshard")
 _NO_MESH = "not under a mesh context", "non-empty mesh"  # in what jax says where one of another function is left
 
 _answered: ContextVar[bool] = ContextVar("answered", default=False)
@@ -52,7 +53,7 @@ def intercept() -> None:
     _intercept_flax()
     for name in _PRODUCTS:
         setattr(jnp, name, take_spec(getattr(jnp, name), f"jnp.{name}"))
-    for module, name in _SECOND:
+    for module, name in _PLACING:
         if function := getattr(module, name, None):
             setattr(module, name, _wrap_placing(function, f"{module.__name__}.{name}"))
 

@@ -193,7 +193,7 @@ def constrain_stages(over: Split, x_SJBTD: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def send(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
-    """Of each stage, what the stage has that is `step` before it. Autodiff would sum over devices of the same stage."""
+    """Each stage gets the rows of the stage that is `step` before it. Autodiff would sum over devices of a stage."""
     place = over.over, *(split(RESIDUAL.array, axis).over for axis in RESIDUAL.axes)
     to = {stage: (stage + step) % over.num_shards for stage in range(over.num_shards)}
     with scope("rules", RESIDUAL.array):

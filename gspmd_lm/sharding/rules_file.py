@@ -63,10 +63,9 @@ def from_text(
     return dataclasses.replace(reader.rules(values), text=text)
 
 
-def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
+def from_dict(raw: Mapping[Any, Any], path: str, vocabulary: Vocabulary = DECODER) -> Rules:
     """Rules from the plain values of a rules file, with their problems in `.problems`. `path` is for messages."""
-    reader = _Reader(path, vocabulary)
-    return reader.rules(reader.lay_over(raw, mesh_override, ()))
+    return _Reader(path, vocabulary).rules(raw)
 
 
 def to_dict(rules: Rules) -> dict[str, Any]:

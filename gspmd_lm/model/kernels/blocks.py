@@ -125,8 +125,7 @@ class Blocks:
         from gspmd_lm.model.kernels import splash
 
         cfg = with_values(self.cfg, {"attention.window": 0})
-        options: Any = {"everything": not causal, "interpret": self.interpret}
-        return splash.kernel(q_BTNH, keys, cfg, **options)
+        return splash.kernel(q_BTNH, keys, cfg, everything=not causal, interpret=self.interpret)
 
 
 def _pack_documents(segments: Segments, causal: bool) -> Documents | CallRanges | None:

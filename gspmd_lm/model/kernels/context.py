@@ -197,18 +197,17 @@ def _repeat_for_query_heads(
 
 def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, zigzag):
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
-
     gather: Any = functools.partial(_whole, over, zigzag)
+
+    def whole(x_BT: jax.Array) -> jax.Array:
+        return gather(x_BT[None])[0]
+
     if k_BTKH.shape[1] > q_BTNH.shape[1]:
         k_BSKH, v_BSKH = k_BTKH, v_BTKH
     elif k_BTKH.shape == v_BTKH.shape:
         k_BSKH, v_BSKH = gather(jnp.stack([k_BTKH, v_BTKH]))
     else:
-        k_BSKH, v_BSKH = (gather(x_BTKH[None])[0] for x_BTKH in (k_BTKH, v_BTKH))
-
-    def whole(x_BT: jax.Array) -> jax.Array:
-        return gather(x_BT[None])[0]
-
+        k_BSKH, v_BSKH = whole(k_BTKH), whole(v_BTKH)
     T, device = k_BSKH.shape[1], jax.lax.axis_index(over.over)
     places_T = zigzag_order(T, over.num_shards) if zigzag else np.arange(T)
     segments = None if segments_BT is None else (segments_BT, whole(segments_BT))

@@ -145,10 +145,8 @@ VECTORS = {"attention.relative_vectors": config.RelativeVectors(ranges=8, distan
 def test_a_full_mask_and_what_depends_on_distance_are_right_over_a_split_sequence(form, changes, ranges):
     """Under vectors, heads have the queries and the keys of 8 ranges, of 8 numbers each."""
     (q, k, v), weigh, batch = arrays(2, 32, 8)
-    cfg, own_RN = (
-        settings(8, **{"attention.mask": "full"}, **changes),
-        np.random.default_rng(7).standard_normal((ranges, N), np.float32),
-    )
+    cfg = settings(8, **{"attention.mask": "full"}, **changes)
+    own_RN = np.random.default_rng(7).standard_normal((ranges, N), np.float32)
     scales_K1 = np.arange(1, cfg.kv_heads + 1, dtype=np.float32)[:, None]
     k, v = (np.repeat(x, cfg.kv_heads // K, axis=2) * scales_K1 for x in (k, v))
     want, (got, at) = both(cfg, placement(form), (q, k, v), weigh, batch, own_RN if ranges else None)
