@@ -179,7 +179,7 @@ def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
 
 
 def rotary(cfg: config.ModelConfig) -> Rotary:
-    """How heads of this config are rotated."""
+    """The rotation of heads of this config."""
     rope, dim = cfg.attention.rope, cfg.attention.rope.dim or cfg.head_dim
     if not rope.scaling:
         return Rotary(dim, functools.partial(frequencies, dim, rope.theta))
@@ -232,7 +232,7 @@ class StackParts(NamedTuple):
     """A stack's parts besides its layers. Parts that have weights make them in the module that they are given."""
 
     loops: tuple[Loop, ...]
-    # What is added to the tokens of all layers, of which caches are only there if text is generated.
+    # They add to the tokens what all layers share. A cache is there only while text is generated.
     shared: tuple[Callable[[nn.Module, Tokens], Tokens], ...]
     # From the input of the first layer: the residual stream before it, what is done to the stream after the last one,
     # and the keys and values that layers keep for later ones.

@@ -78,12 +78,12 @@ def map_local_tokens(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Arra
 
 
 def _tokens(length: int) -> tuple[Split, Split]:
-    """How rows are split, and how the sequence is. A single token (of generation) is not."""
+    """The split of rows, and that of the sequence. A single token, as in generation, is not split."""
     return split(TOKENS, "batch"), split(TOKENS, "seq") if length > 1 else Split()
 
 
 class _MoeLayout(NamedTuple):
-    """How a mixture is computed under the rules."""
+    """The layout of a mixture under the rules."""
 
     weights: tuple[Weight, ...]  # without their arrays
     tree: Any  # of these weights: the matrices with their adapters, the last one being w_down; then their biases
@@ -120,7 +120,7 @@ class _MoeLayout(NamedTuple):
         return self.tokens + self.inner.over
 
     def place(self, axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        """How a weight is split where it is used."""
+        """The mesh axes that split each dimension of a weight in use."""
         over = {"expert": self.expert.over, "mlp": self.mlp.over}
         return tuple(over.get(axis, ()) for axis in axes)
 
@@ -134,7 +134,7 @@ class _MoeLayout(NamedTuple):
         return [quantised.use(w, "EDF", "D") if quantised.is_read(w) else use(w) for w in weights]
 
     def places(self, used: Sequence[Any]) -> list[tuple[tuple[str, ...], ...]]:
-        """How the arrays of weights in use are split: of quantised ones, their values and then their scales."""
+        """`place` for the arrays of weights in use: of quantised ones, for their values and then for their scales."""
         axes = [
             (w.axes, small.scale_axes(w.axes)) if isinstance(small, Quantised) else (w.axes,)
             for w, small in zip(self.weights, used, strict=True)
@@ -155,7 +155,7 @@ class _MoeLayout(NamedTuple):
 
 
 def _moe_layout(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _MoeLayout:
-    """How the tokens of an input of this shape are computed."""
+    """The layout for chosen experts of this shape, [B, T, k]."""
     batch, seq = _tokens(shape[1])
     down = jax.tree.unflatten(tree, weights)[0][-1].weight.path
     expert, mlp = split(down, "expert"), split(down, "mlp")
@@ -262,17 +262,10 @@ def _backward(layout: _MoeLayout, saved: Any, cotangents: tuple[jax.Array, jax.A
         return dx, weighted, *(None if w.frozen else d[None] for w, d in zip(layout.weights, dused, strict=True))
 
     rows = [layout.rows(w) for w in layout.weights]
-    places = [layout.place(w.axes) for w in layout.weights]
     out = (layout.inner.over, *_x(layout))
     inputs = [out, out, _x(layout), _x(layout), (layout.local, ()), *layout.places(used)]
-    outputs = [
-        out,
-        out,
-        *(
-            None if w.frozen else (over.over, *place)
-            for w, over, place in zip(layout.weights, rows, places, strict=True)
-        ),
-    ]
+    weights = zip(layout.weights, rows, strict=True)
+    outputs = [out, out, *(None if w.frozen else (over.over, *layout.place(w.axes)) for w, over in weights)]
     dx, weighted, *dused = per_device(local, inputs, outputs)(dy, x_zBTD, weights_BTk, chosen_BTk, kept, *leaves)
     weighted_BTk = layout.sum.reduce(weighted, WEIGHTED) if layout.inner.num_shards > 1 else weighted[0]
     # The gradient of a token's weight is the expert's output times dy, and `weighted_BTk` is that times the weight. A
@@ -331,7 +324,7 @@ def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax
 
 
 def _x(layout: _MoeLayout) -> tuple[tuple[str, ...], ...]:
-    """How tokens are split."""
+    """The mesh axes that split each dimension of tokens."""
     return layout.batch.over, layout.seq.over, ()
 
 

@@ -96,7 +96,7 @@ class Routing:
         begin, M = number * self.rows, self.rows
 
         def within(starts: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """How much of slices lies before the round, and how much is in it."""
+            """The rows of each slice that lie before the round, and those in it: how many."""
             skipped = jnp.clip(begin - starts, 0, sizes)
             return skipped, jnp.clip(begin + M - starts, 0, sizes) - skipped
 
@@ -120,7 +120,7 @@ class Routing:
             return added
 
         def body(carried: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            # What does not depend on the round would be computed before the loop, in vain where there is one round.
+            # What no round changes would be computed before the loop, in vain where there is one round.
             number, inputs = jax.lax.optimization_barrier((carried[0], given))
             return number + 1, add(self.round(number), carried[1], inputs)
 
@@ -175,7 +175,7 @@ def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, ca
 
 
 def capacity(model: ModelConfig, length: int) -> int:
-    """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""
+    """The most tokens of a row of `length` tokens that an expert computes; 0 if there is no limit."""
     return math.ceil(model.moe.capacity_factor * length * model.moe.per_token / model.num_experts)
 
 

@@ -108,7 +108,7 @@ def _totals_of_classes(module: Any, params: Any, batch: Batch) -> dict[str, jax.
 
 
 def class_sums(logits_BC: jax.Array, labels_B: jax.Array) -> dict[str, jax.Array]:
-    """How often each class was predicted rightly, predicted, and true, float32 [C]. Rows labelled -1 do not count."""
+    """The right predictions, predictions and labels of each class, counted in float32 [C], without rows labelled -1."""
     classes_C = jnp.arange(logits_BC.shape[1])
     true_BC = labels_B[:, None] == classes_C
     predicted_BC = (logits_BC.argmax(1)[:, None] == classes_C) & (labels_B >= 0)[:, None]

@@ -204,7 +204,7 @@ def readable(like: Any, params: Any) -> Any:
 
 
 class _Read:
-    """What NNX calls where a module reads a variable. Equal for equal paths, since variables are compared by it."""
+    """The function that NNX calls where a module reads a variable. Equal paths make it equal, as variables need."""
 
     def __init__(self, path: str):
         self.path = path

@@ -216,7 +216,7 @@ def token_sharding(x: jax.Array, letters: str, without: tuple[str, ...] = ()) ->
 
 
 def share_weight(w: Weight, tokens: Sum, in_use: Any, dtype: Any) -> Shared:
-    """What all matmuls with a weight read. in_use: the weight, gathered. tokens: the sum over tokens that its gradient
+    """A weight as all its matmuls read it. in_use: the weight, gathered. tokens: the sum over tokens that its gradient
     is, whose partial sums are added up in `dtype`.
     """
     slot: Any = gradient_slot([tokens._replace(of=(w.path,))], Spec(w.path, w.axes, "optimizer"), dtype, w.array)

@@ -252,7 +252,7 @@ class OneStage:
             _one_stage.reset(token)
 
     def computed(self, part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
-        """What `in_stages` returns, of the layers up to those of this stage."""
+        """The results of `in_stages` for the layers up to those of this stage."""
         before = None
         if self.given:
             first = x_BTD, *jax.tree.map(jnp.zeros_like, self.given[1:])

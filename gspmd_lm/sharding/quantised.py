@@ -97,7 +97,7 @@ def _quantise(
 
 
 def is_read(weight: Weight) -> bool:
-    """Whether matmuls read the weight in 8 bits: to multiply them as they are, or what rests in them."""
+    """Whether matmuls read the weight in 8 bits: because they multiply in 8 bits, or because it rests in them."""
     return bool(weight.matmul_dtype) or isinstance(weight.array, Quantised)
 
 

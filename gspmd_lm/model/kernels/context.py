@@ -32,7 +32,7 @@ ALIKE = ("tokens", "block_input", "q", "k", "v", "attention_out")
 
 
 def sequence() -> Split:
-    """How the sequence is split within a block; in one piece where rules split some of its arrays otherwise."""
+    """The split of the sequence within a block; one piece where rules split some of its arrays otherwise."""
     splits = {split(array, "seq") for array in ALIKE}
     return splits.pop() if len(splits) == 1 else Split()
 

@@ -146,7 +146,7 @@ def _call(
 
 
 def _one_by_one(primitive: Any, arrays: Any, axes: Any, **options: Any) -> tuple[list[jax.Array], list[int]]:
-    """What `jax.vmap` makes of a primitive, for which jax has no rule: a call for each element.
+    """The results of a primitive under `jax.vmap`, for which jax has no rule: there is a call for each element.
 
     The replicas of data parallelism are such a dimension while gradients of microbatches are added up, and so are the
     stages of a pipeline. A device has one element of it.
@@ -167,7 +167,7 @@ for _primitive in (kernels._dot_product_attention_fwd_p, kernels._dot_product_at
 
 
 def _lengths_and_begins(ranges: Ranges, x_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How long documents are, and with which number of the array they begin, in the shapes of jax's primitives.
+    """The lengths of documents, and where they begin, in numbers of the array and in the shapes of jax's primitives.
 
     These have a row of D / B documents for each row of tokens, and of one more where they begin. cuDNN itself takes D
     and D + 1 of them, one after the other.

@@ -142,9 +142,8 @@ class LayerInputs(nn.Module):
         inward = matrix(self, "layer_in", "layers embed layer_embed", (L, cfg.embed, Y), cfg)
         made_LBTY = jnp.einsum("BTD,LDY->LBTY", x_BTD, use(inward)) * jnp.asarray(cfg.embed**-0.5, x_BTD.dtype)
         made_LBTY = Norm(cfg, "layer_embed", name="norm")(like(made_LBTY, INPUTS))
-        return like(
-            (made_LBTY + found_LBTY * jnp.asarray(Y**0.5, x_BTD.dtype)) * jnp.asarray(0.5**0.5, x_BTD.dtype), INPUTS
-        )
+        sum_LBTY = made_LBTY + found_LBTY * jnp.asarray(Y**0.5, x_BTD.dtype)
+        return like(sum_LBTY * jnp.asarray(0.5**0.5, x_BTD.dtype), INPUTS)
 
 
 class Streams(nn.Module):
