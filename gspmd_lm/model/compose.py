@@ -302,4 +302,4 @@ def end_parts(cfg: config.ModelConfig) -> Ends:
         parts["unembedding"] = functools.partial(own_unembedding, cfg)
     if cfg.logits.bias:
         parts["bias"] = functools.partial(embeddings.make_logit_bias, cfg)
-    return Ends(cfg, **parts)
+    return Ends(**parts)

@@ -56,7 +56,7 @@ class Towers(Stack):
         """
         cfg, vision = self.cfg, self.cfg.vision_config
         assert cfg.vision and vision
-        x_BTD, _, keys_BT = embed_tokens(self, self.ends, batch, dropout_key)
+        x_BTD, _, keys_BT = embed_tokens(self, batch, dropout_key)
         x_BTD = self.blocks(x_BTD, batch, keys_BT)[0]
         is_text_BT = batch["segment_ids"] > 0
         is_last_BT = is_text_BT & (batch["positions"] == is_text_BT.sum(1, keepdims=True) - 1)
