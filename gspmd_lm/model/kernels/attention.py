@@ -105,7 +105,6 @@ def fused(
     kernel: str,
     cfg: config.ModelConfig,
     one_text: bool = False,
-    interpret: bool = False,
 ) -> jax.Array:
     """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel.
 
@@ -115,9 +114,7 @@ def fused(
     if kernel == "splash":
         from gspmd_lm.model.kernels import splash
 
-        made = splash.kernel(
-            q_BTNH, k_BSKH.shape[1], cfg, residual_checkpoint_name="attention_out", interpret=interpret
-        )
+        made = splash.kernel(q_BTNH, k_BSKH.shape[1], cfg, residual_checkpoint_name="attention_out")
         segments = [x for x in (segments_BT, key_segments_BS) if x is not None]
         both = (segments[0], segments[-1]) if segments else None
         out_BTNH = splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, both)

@@ -116,7 +116,6 @@ def attend(
     tokens: Tokens,
     cfg: config.ModelConfig,
     own_RN: jax.Array | None = None,
-    interpret: bool = False,
 ) -> jax.Array:
     """Attention to keys and values that are placed as `keys_spec` says, [B, T, N, H]: see `attention.attend`.
 
@@ -132,7 +131,7 @@ def attend(
     if over.num_shards == 1 or q_BTNH.shape[1] == 1:
         one_text = rows_are_texts(tokens, cfg)
         return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, own_RN, one_text)
-    how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}
+    how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg}
     if form == "ulysses":
         local: Any = functools.partial(_ulysses, **how)
     elif form == "ring":
@@ -158,7 +157,6 @@ def attend_to_memory(
     v_BSKH: jax.Array,
     tokens: Tokens,
     cfg: config.ModelConfig,
-    interpret: bool = False,
 ) -> jax.Array:
     """Cross-attention to the keys of encoder output, [B, T, N, H].
 
@@ -176,8 +174,7 @@ def attend_to_memory(
         at = (jnp.arange(length)[None] for length in lengths)
         queries, keys = (TokenPlaces(*one, None) for one in zip(at, segments, strict=True))
         return shard(attention.attend_masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
-    how: dict[str, Any] = {"kernel": kernel, "cfg": cfg, "interpret": interpret}
-    how["one_text"] = rows_are_texts(tokens, cfg)
+    how: dict[str, Any] = {"kernel": kernel, "cfg": cfg, "one_text": rows_are_texts(tokens, cfg)}
     return attention.fused_per_device(q_BTNH, k_BSKH, v_BSKH, heads_RN, *known, **how)
 
 
@@ -195,7 +192,7 @@ def _repeat_for_query_heads(
     return k_BSNH, v_BSNH
 
 
-def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, zigzag):
+def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, zigzag):
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
     gather: Any = functools.partial(_whole, over, zigzag)
 
@@ -215,7 +212,7 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *,
         from gspmd_lm.model.kernels import splash
 
         piece = T // over.num_shards // (2 if zigzag else 1)
-        named: Any = {"residual_checkpoint_name": "attention_out", "interpret": interpret}
+        named: dict[str, Any] = {"residual_checkpoint_name": "attention_out"}
         if cfg.attention.mask == "full":  # the queries of all devices see the same
             made = splash.kernel(q_BTNH, T, cfg, **named)
         else:
@@ -254,7 +251,7 @@ def _apart(over: Split, zigzag: bool, _: None, dx_ABT: jax.Array) -> tuple[jax.A
 _whole.defvjp(lambda over, zigzag, x: (_whole(over, zigzag, x), None), _apart)
 
 
-def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
+def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg):
     """Attention over the whole sequence. Each device computes a part of the heads that it has."""
 
     def exchanged(x: jax.Array, have: int, want: int) -> jax.Array:
@@ -268,8 +265,7 @@ def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *
     device = jax.lax.axis_index(over.over)
     own_RN = jax.lax.dynamic_index_in_dim(heads_RN.reshape(len(heads_RN), over.num_shards, -1), device, 1, False)
     if kernel != "xla":
-        fused = functools.partial(attention.fused, kernel=kernel, cfg=cfg, interpret=interpret)
-        out_BTNH = fused(q_BTNH, k_BSKH, v_BSKH, own_RN, segments_BT)
+        out_BTNH = attention.fused(q_BTNH, k_BSKH, v_BSKH, own_RN, segments_BT, kernel=kernel, cfg=cfg)
     else:
         rounded = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
         tokens = TokenPlaces(jnp.arange(q_BTNH.shape[1])[None], segments_BT, rounded)

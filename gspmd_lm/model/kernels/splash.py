@@ -71,7 +71,7 @@ def kernel(
     piece: int = 0,
     devices: int = 1,
     everything: bool = False,
-    **options: Any,
+    residual_checkpoint_name: str | None = None,
 ) -> Any:
     """The kernel for the heads of `q_BTNH` and queries of all `devices`, which are at `places_T` in the text.
 
@@ -99,7 +99,7 @@ def kernel(
         head_shards=1,
         q_seq_shards=devices,
         attn_logits_soft_cap=cfg.attention.softcap or None,
-        **options,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
 
 

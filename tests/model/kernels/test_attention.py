@@ -50,7 +50,7 @@ def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
     @jax.jit
     def both(*qkv):
         plain = attention.attend(*qkv, segments, cfg)
-        return attention.fused(*qkv, SINKS, segments, kernel="splash", cfg=cfg, interpret=True), plain
+        return attention.fused(*qkv, SINKS, segments, kernel="splash", cfg=cfg), plain
 
     np.testing.assert_allclose(*both(*qkv), atol=2e-5)
 
@@ -70,7 +70,7 @@ def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
         total = lambda *arguments: (function(*arguments) * weigh).sum()  # noqa: E731
         return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(*qkv, SINKS)
 
-    got = of(lambda *a: attention.fused(*a, segments, kernel="splash", cfg=cfg, interpret=True))
+    got = of(lambda *a: attention.fused(*a, segments, kernel="splash", cfg=cfg))
     want = of(lambda *qkv: attention.attend(*qkv[:3], segments, cfg, own_RN=qkv[3]))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
@@ -192,7 +192,7 @@ def test_vectors_of_distances_are_a_bias_that_a_fused_kernel_computes_too():
     def both(q, k, v, *vectors):
         plain = windows.attend_in_windows(q, k, v, cfg, None, vectors_RH=vectors)
         q, k = windows.with_places(q, k, vectors, jnp.arange(side)[None], 8**-0.5)
-        return plain, attention.fused(q, k, v, SINKS, kernel="splash", cfg=in_one, interpret=True)
+        return plain, attention.fused(q, k, v, SINKS, kernel="splash", cfg=in_one)
 
     for got in both(q, k, v, height, width):
         np.testing.assert_allclose(got, want, atol=2e-5)

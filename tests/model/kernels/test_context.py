@@ -59,9 +59,7 @@ def both(cfg, place, qkv, weigh, batch, own_RN=None):
             batch = context.zigzag_sharded(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))}, cfg.attention.mask)
             order = batch.get("places", batch["at"])[0]
             back = jnp.argsort(order)
-            function = functools.partial(
-                context.attend, tokens=Tokens.from_batch(batch), cfg=cfg, own_RN=own_RN, interpret=True
-            )
+            function = functools.partial(context.attend, tokens=Tokens.from_batch(batch), cfg=cfg, own_RN=own_RN)
             out, pull = jax.vjp(function, *(x[:, order] for x in qkv))
             found = (out, *pull(weigh[:, order]))
             return [x[:, back] for x in found], batch["at"]
