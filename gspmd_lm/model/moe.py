@@ -73,7 +73,7 @@ class Experts(nn.Module):
         if cfg.moe.routing == "sparsemixer":
             chosen_BTk, shares_BTkC = sparsemixer(logits_BTC, cfg.moe.per_token, cfg.moe.jitter)
         else:
-            chosen_BTk, shares_BTkC = self._chosen(scores_BTC), scores_BTC[:, :, None]
+            chosen_BTk, shares_BTkC = self._choose_experts(scores_BTC), scores_BTC[:, :, None]
         at_BTkC = chosen_BTk[..., None] == jnp.arange(cfg.num_experts)
         weights_BTk = jnp.where(at_BTkC, shares_BTkC, 0).sum(-1)
         if cfg.moe.normalized_weights:
@@ -95,7 +95,7 @@ class Experts(nn.Module):
             y += shared
         return y, tokens._replace(routed=RouterOutput(load_C, penalty_B, jax.lax.stop_gradient(rounds_B)))
 
-    def _chosen(self, scores_BTC: jax.Array) -> jax.Array:
+    def _choose_experts(self, scores_BTC: jax.Array) -> jax.Array:
         """The experts of each token, [B, T, k], the highest scores first."""
         scores_BTC = jax.lax.stop_gradient(scores_BTC)
         if self.cfg.balance_bias:

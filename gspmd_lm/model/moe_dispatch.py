@@ -57,7 +57,7 @@ def mixture_of_experts(
     x_BTD is gathered. chosen_BTk: int32; an expert that does not exist, such as E, computes nothing. matrices: those of
     [E, D, F], from whose products `activated` makes the hidden layer, and the last one, [E, F, D]. capacity: how many
     tokens of a row an expert computes at most; it bounds buffers, and `chosen_BTk` keeps to it. 0: no limit.
-    experts.weighted_input: the weights multiply the experts' inputs in place of their outputs.
+    weighted_input: the weights multiply the experts' inputs in place of their outputs.
     """
     leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
     layout = _moe_layout(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
@@ -182,7 +182,7 @@ def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
     def dispatch(x_zBTD, weights_BTk, chosen_BTk):
         routing = layout.routing(chosen_BTk, experts)
         before = weights_BTk if layout.weighted_input else None
-        rows_ND = routing.sorted(x_zBTD.reshape(-1, x_zBTD.shape[-1]), before)
+        rows_ND = routing.sort_rows(x_zBTD.reshape(-1, x_zBTD.shape[-1]), before)
         return routing.round(0).dispatch(rows_ND), routing
 
     def compute(rows_MD, routing, x_zBTD, weights_BTk, *leaves: jax.Array):
@@ -193,7 +193,7 @@ def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
         y_MD, *kept = _products(layout, weights, rows_MD, first.sizes_E)
 
         def add(round_: Round, y_ND, x_zBTD):
-            rows_MD = round_.dispatch(routing.sorted(x_zBTD.reshape(B * T, -1), before))
+            rows_MD = round_.dispatch(routing.sort_rows(x_zBTD.reshape(B * T, -1), before))
             return round_.send_back(_products(layout, weights, rows_MD, round_.sizes_E)[0], y_ND)
 
         y_ND = routing.other_rounds(add, first.send_back(y_MD), x_zBTD)
@@ -242,14 +242,14 @@ def _backward(layout: _MoeLayout, saved: Any, cotangents: tuple[jax.Array, jax.A
         weights, routing = layout.holding(used), layout.routing(chosen_BTk, used[0].shape[0])
         before, after = (weights_BTk, None) if layout.weighted_input else (None, weights_BTk)
         first = routing.round(0)
-        dy_MD = first.dispatch(routing.sorted(dy.reshape(-1, D), after))
+        dy_MD = first.dispatch(routing.sort_rows(dy.reshape(-1, D), after))
         drows_MD, weighted_M1, dused = _derivatives_of_round(layout, weights, kept, dy_MD, first.sizes_E)
 
         def add(round_: Round, added, given):
             x_zBTD, dy = given
-            rows_MD = round_.dispatch(routing.sorted(x_zBTD.reshape(-1, D), before))
+            rows_MD = round_.dispatch(routing.sort_rows(x_zBTD.reshape(-1, D), before))
             _, *kept = _products(layout, weights, rows_MD, round_.sizes_E)
-            dy_MD = round_.dispatch(routing.sorted(dy.reshape(-1, D), after))
+            dy_MD = round_.dispatch(routing.sort_rows(dy.reshape(-1, D), after))
             of_round = _derivatives_of_round(layout, weights, [rows_MD, *kept], dy_MD, round_.sizes_E)
             (drows_ND, weighted_N1, dused), (drows_MD, weighted_M1, more) = added, of_round
             dused = jax.tree.map(jnp.add, dused, more)
@@ -272,7 +272,7 @@ def _backward(layout: _MoeLayout, saved: Any, cotangents: tuple[jax.Array, jax.A
     # weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
     dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)
     gradients: Any = [
-        None if d is None else _reduced(w.holding(array), layout.down, over, d)
+        None if d is None else _reduce_gradient(w.holding(array), layout.down, over, d)
         for w, array, over, d in zip(layout.weights, arrays, rows, dused, strict=True)
     ]
     if not layout.weights[0].scanned:
@@ -309,11 +309,11 @@ def _derivatives_of_round(
             b_MD = expert_rows(b_down.array, sizes_E, len(dy_MD))
             weighted_M1 += _first(layout) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
         # Devices that compute parts of the same outputs have the same gradient of b_down: it is no partial sum.
-        dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
+        dused += [_sum_by_expert(d, sizes_E) for d in (*din_MF, dy_MD)]
     return drows_MD, weighted_M1, dused
 
 
-def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax.Array:
+def _reduce_gradient(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax.Array:
     """The reduced gradient of a weight. `down`: see `_MoeLayout`."""
     with scope("of", weight.path):
         if over.num_shards == 1:
@@ -382,6 +382,6 @@ def _gradient(weight: Weight, rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax
         return outer(rows_MD, dy_MF, sizes_E)
 
 
-def _of_experts(d_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _sum_by_expert(d_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """[E, F]: the sum of the rows of each expert, which is the derivative of `expert_rows`."""
     return jnp.einsum("ME,MF->EF", hot(sizes_E, len(d_MF), d_MF.dtype), d_MF)

@@ -70,7 +70,7 @@ class Routing:
     sent: Slices | None = None  # from this device to the experts of all devices; None: rows stay on their device
     received: Slices | None = None  # from all devices to the experts of this one
 
-    def sorted(self, x_nD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
+    def sort_rows(self, x_nD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
         """[N, D]: the rows of tokens, sorted by expert. With weights, a row is multiplied by its own."""
         rows_ND = x_nD[self.order_N // self.k]
         if weights_BTk is not None:
@@ -78,7 +78,7 @@ class Routing:
         return rows_ND
 
     def combine(self, y_ND: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
-        """[n, D]: for each token, the sum of its rows, weighted or not. It is the transpose of `sorted`."""
+        """[n, D]: for each token, the sum of its rows, weighted or not. It is the transpose of `sort_rows`."""
         y_nkD = self.in_order_of_tokens(y_ND).reshape(-1, self.k, y_ND.shape[1]).astype(jnp.float32)
         if weights_BTk is not None:
             y_nkD *= weights_BTk.reshape(-1, self.k, 1)

@@ -144,7 +144,7 @@ class Placement:
 
     @property
     def within_mapped_stages(self) -> "Placement":
-        """The same, where a derivative sees the work of all stages and of all replicas."""
+        """`within_stage`, where a derivative sees the work of all stages and of all replicas."""
         return self
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:

@@ -134,14 +134,15 @@ copy_to_shards.defvjp(
 )
 
 
-def for_each_row(w: Weight, rows: int, made: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """[B, ...]: what is `made` of a weight in use, for each of `rows` rows of the batch. Each device adds up the
-    gradients of its rows before one reduction.
+def for_each_row(w: Weight, rows: int, make: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """[B, ...]: the result of `make` for a weight in use, once for each of `rows` rows of the batch.
+
+    Each device adds up the gradients of its rows before one reduction.
     """
     in_use, batch = Spec(w.path, w.axes), Sum(split(TOKENS, "batch"), (f"{TOKENS}.batch",))
     with scope("of", w.path):
         copies: Any = copy_to_shards(batch, in_use._replace(table="optimizer"), in_use, use(w))
-    return jnp.repeat(jax.vmap(made)(copies), rows // len(copies), axis=0)
+    return jnp.repeat(jax.vmap(make)(copies), rows // len(copies), axis=0)
 
 
 def reduced(y: Unreduced, gathered_spec: str, reduced_spec: str) -> jax.Array:

@@ -95,7 +95,7 @@ def zigzag_sharded(batch: dict[str, Any], mask: str = "causal") -> dict[str, Any
         return batch
     stacked = "q: whole batch seq"
 
-    def exchanged(x_ABT: jax.Array) -> jax.Array:
+    def exchange_pieces(x_ABT: jax.Array) -> jax.Array:
         """Device i has the pieces 2i and 2i+1; piece p goes to device p or, from p = n on, to 2n-1-p."""
         to = [*range(over.num_shards), *reversed(range(over.num_shards))]
         sent = [
@@ -104,7 +104,7 @@ def zigzag_sharded(batch: dict[str, Any], mask: str = "causal") -> dict[str, Any
         even = jax.lax.axis_index(over.over) % 2 == 0
         return jnp.concatenate([jnp.where(even, *sent), jnp.where(even, *sent[::-1])], axis=-1)
 
-    moved = per_device(exchanged, [stacked], stacked)(jnp.stack([batch[name] for name in names]))
+    moved = per_device(exchange_pieces, [stacked], stacked)(jnp.stack([batch[name] for name in names]))
     places_BT = jnp.broadcast_to(jnp.asarray(zigzag_order(T, over.num_shards), jnp.int32), (B, T))
     return batch | dict(zip(names, moved, strict=True)) | {"places": places_BT}
 
@@ -254,13 +254,13 @@ _whole.defvjp(lambda over, zigzag, x: (_whole(over, zigzag, x), None), _apart)
 def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg):
     """Attention over the whole sequence. Each device computes a part of the heads that it has."""
 
-    def exchanged(x: jax.Array, have: int, want: int) -> jax.Array:
+    def exchange(x: jax.Array, have: int, want: int) -> jax.Array:
         return jax.lax.all_to_all(x, over.over, split_axis=have, concat_axis=want, tiled=True)
 
     def whole(x_BT: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x_BT, over.over, axis=1, tiled=True)
 
-    q_BTNH, k_BSKH, v_BSKH = (exchanged(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
+    q_BTNH, k_BSKH, v_BSKH = (exchange(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
     segments_BT = None if segments_BT is None else whole(segments_BT)
     device = jax.lax.axis_index(over.over)
     own_RN = jax.lax.dynamic_index_in_dim(heads_RN.reshape(len(heads_RN), over.num_shards, -1), device, 1, False)
@@ -270,4 +270,4 @@ def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *
         rounded = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
         tokens = TokenPlaces(jnp.arange(q_BTNH.shape[1])[None], segments_BT, rounded)
         out_BTNH = attention.attend_masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, own_RN, cfg)
-    return exchanged(out_BTNH, 1, 2)
+    return exchange(out_BTNH, 1, 2)

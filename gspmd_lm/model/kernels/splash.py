@@ -190,13 +190,13 @@ def backward(
     def chunk(dq_BNTH: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         number, k_BKSH, v_BKSH, *ids_BS = inputs
 
-        def of_chunk(x: jax.Array) -> jax.Array:
+        def take_chunk(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, number * at_once, at_once, axis=2)
 
         # Keys are counted from the first one of the chunk.
         places = None if table.q_sequence is None else table.q_sequence - number * at_once * block
         part = table._replace(
-            data_next=of_chunk(table.data_next), block_mask=of_chunk(table.block_mask), q_sequence=places
+            data_next=take_chunk(table.data_next), block_mask=take_chunk(table.block_mask), q_sequence=places
         )
 
         def one(q, k, v, out, lse, dout, *ids):
