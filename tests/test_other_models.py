@@ -266,6 +266,8 @@ def constrained(place):
          "  rule  layout.yaml: rules.position: tensor"),
         (lambda x: jax.lax.with_sharding_constraint(x, jax.P("data")),
          "jax.lax.with_sharding_constraint(x, P('data',)): the model has no axis data\n  fix   use one of "),
+        (lambda x: jax.lax.with_sharding_constraint(x=x, shardings=jax.P("data")),
+         "jax.lax.with_sharding_constraint(x, P('data',)): the model has no axis data\n  fix   use one of "),
         (lambda x: jnp.einsum("bpw->bw", x, out_sharding=jax.P("batch", None, None))[:, None],
          "jnp.einsum(..., out_sharding=P('batch', None, None)): x has 2 dimensions"),
         (lambda x: jnp.broadcast_to(x, x.shape, out_sharding=jax.P("batch")),

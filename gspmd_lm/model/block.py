@@ -32,13 +32,13 @@ def keep_all(y_BTD: jax.Array, tokens: Tokens) -> jax.Array:
 
 
 class Branch(NamedTuple):
-    """x + after(part(before(x)))."""
+    """after_sum(x + drop(after(part(before(x))))): a norm, a scale or nothing stands around attention or an MLP."""
 
     part: Part
-    before: Change = same
-    after: Change = same
-    after_sum: Change = same
-    drop: Drop = keep_all
+    before: Change
+    after: Change
+    after_sum: Change
+    drop: Drop
 
     def __call__(self, x_BTD: jax.Array, tokens: Tokens) -> Stream:
         """The residual stream after the branch. It yields once, until the other parts of the rows have gathered too."""

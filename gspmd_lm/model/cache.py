@@ -125,10 +125,8 @@ def in_cache(cfg: config.ModelConfig) -> list[int]:
 
     A layer that reuses keys has the index of the layer that made them.
     """
-    kinds, makers = (
-        cfg.kind_of_each_layer,
-        range(cfg.layers - cfg.attention.shared_kv_layers),
-    )  # they make keys of their own
+    kinds = cfg.kind_of_each_layer
+    makers = range(cfg.layers - cfg.attention.shared_kv_layers)  # they make keys of their own
     linear = [kind == "linear" for kind in kinds]
     keys_of = [i if i in makers else max(j for j in makers if kinds[j] == kinds[i]) for i in range(cfg.layers)]
     return [linear[:i].count(linear[i]) for i in keys_of]

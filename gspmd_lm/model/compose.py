@@ -111,23 +111,18 @@ def mlp_parts(cfg: config.ModelConfig) -> MlpParts:
 @functools.cache
 def activation(cfg: config.ModelConfig) -> Callable[..., jax.Array]:
     """The function that computes hidden layers of this config: see `mlp.hidden_layer`."""
-    limit, offset, sparsity, slope = (
-        cfg.feed_forward.limit,
-        cfg.feed_forward.up_offset,
-        cfg.feed_forward.sparsity,
-        cfg.feed_forward.slope,
-    )
-    of_gate: list[Change] = []
-    of_up: list[Change] = []
-    if limit:
-        of_gate.append(lambda x: jnp.minimum(x, limit))
-        of_up.append(lambda x: jnp.clip(x, -limit, limit))
-    if offset:
-        of_up.append(lambda x: x + jnp.asarray(offset, x.dtype))
-    if sparsity:
-        of_gate.append(lambda x: drop_small(x, sparsity))
-    of_gate.append(ACTIVATIONS[cfg.feed_forward.activation] if slope == 1 else lambda x: x * jax.nn.sigmoid(slope * x))
-    return hidden_layer(*(functools.partial(apply_changes, changes=changes) for changes in (of_gate, of_up)))
+    mlp = cfg.feed_forward
+    gate_steps: list[Change] = []
+    up_steps: list[Change] = []
+    if mlp.limit:
+        gate_steps.append(lambda x: jnp.minimum(x, mlp.limit))
+        up_steps.append(lambda x: jnp.clip(x, -mlp.limit, mlp.limit))
+    if mlp.up_offset:
+        up_steps.append(lambda x: x + jnp.asarray(mlp.up_offset, x.dtype))
+    if mlp.sparsity:
+        gate_steps.append(lambda x: drop_small(x, mlp.sparsity))
+    gate_steps.append(ACTIVATIONS[mlp.activation] if mlp.slope == 1 else lambda x: x * jax.nn.sigmoid(mlp.slope * x))
+    return hidden_layer(*(functools.partial(apply_changes, changes=changes) for changes in (gate_steps, up_steps)))
 
 
 def adapters(cfg: config.ModelConfig) -> dict[str, Any]:
@@ -154,12 +149,9 @@ def cross_attention(cfg: config.ModelConfig) -> list[Callable[[], Part]]:
     if not cfg.reads:
         return []
     cfg = cfg.memory_config
-    parts = attention_parts(cfg)._replace(attend=lambda module: _attend_to_memory)
+    # It has no learned numbers of heads, the last argument of `attend`.
+    parts = attention_parts(cfg)._replace(attend=lambda module: lambda *given: attend_to_memory(*given[:-1]))
     return [functools.partial(CrossAttention, cfg, parts, name="cross")]
-
-
-def _attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg, numbers):
-    return attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg)
 
 
 @functools.cache
@@ -187,7 +179,7 @@ def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
 
 
 def rotary(cfg: config.ModelConfig) -> Rotary:
-    """How heads of this config are rotated."""
+    """The rotation of heads of this config."""
     rope, dim = cfg.attention.rope, cfg.attention.rope.dim or cfg.head_dim
     if not rope.scaling:
         return Rotary(dim, functools.partial(frequencies, dim, rope.theta))
@@ -240,7 +232,7 @@ class StackParts(NamedTuple):
     """A stack's parts besides its layers. Parts that have weights make them in the module that they are given."""
 
     loops: tuple[Loop, ...]
-    # What is added to the tokens of all layers, of which caches are only there if text is generated.
+    # They add to the tokens what all layers share. A cache is there only while text is generated.
     shared: tuple[Callable[[nn.Module, Tokens], Tokens], ...]
     # From the input of the first layer: the residual stream before it, what is done to the stream after the last one,
     # and the keys and values that layers keep for later ones.
@@ -310,4 +302,4 @@ def end_parts(cfg: config.ModelConfig) -> Ends:
         parts["unembedding"] = functools.partial(own_unembedding, cfg)
     if cfg.logits.bias:
         parts["bias"] = functools.partial(embeddings.make_logit_bias, cfg)
-    return Ends(cfg, **parts)
+    return Ends(**parts)

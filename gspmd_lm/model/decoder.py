@@ -38,7 +38,7 @@ class Decoder(Stack):
         With a cache, it also holds slot [], where the T tokens begin, start [B], where each row's first token is, and
         length [B], how many tokens each row will have: positions that depend on it are those of a whole text.
         """
-        x_BTD, table, keys_BT = embed_tokens(self, self.ends, batch, dropout_key)
+        x_BTD, table, keys_BT = embed_tokens(self, batch, dropout_key)
         return self.decode(x_BTD, table, keys_BT, batch, cache)
 
     def decode(

@@ -5,7 +5,7 @@ compose.py chooses the steps that a family adds to them. A step that has weights
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -26,7 +26,6 @@ Step = Callable[[nn.Module, jax.Array, Batch], jax.Array]  # on embedded tokens,
 class Ends(NamedTuple):
     """The steps at the ends of a text model."""
 
-    cfg: config.ModelConfig
     from_table: Sequence[Step] = ()  # on rows of the token table
     additions: Sequence[Step] = ()  # on embedded tokens, such as positions
     # The dropout before the first block, and a dropout key for each token, from the key of the batch.
@@ -62,8 +61,7 @@ def own_unembedding(cfg: config.ModelConfig, module: nn.Module, table: Weight) -
 
 
 def embed_tokens(
-    module: nn.Module,
-    ends: Ends,
+    module: Any,
     batch: Batch,
     dropout_key: jax.Array | None,
     table: Weight | None = None,
@@ -71,11 +69,11 @@ def embed_tokens(
 ) -> tuple[jax.Array, Weight, jax.Array | None]:
     """The input of a text model's first block, [B, T, D], the token table, and a dropout key for each token.
 
-    `module` holds the parameters, except a token table that is passed in. `batch` is that of `decoder.Decoder`.
-    first: a function that is applied to embedded tokens before positions are added.
+    `module`, a `stack.Stack`, holds the parameters, except a token table that is passed in. `batch` is that of
+    `decoder.Decoder`. first: a function that is applied to embedded tokens before positions are added.
     """
-    reduced_spec, gathered_spec = table_specs(ends.cfg)
-    table = table or make_table(ends.cfg, "embedding", module)
+    ends, (reduced_spec, gathered_spec) = module.ends, table_specs(module.cfg)
+    table = table or make_table(module.cfg, "embedding", module)
     x_BTD = look_up(table, shard(batch["tokens"], "tokens: batch seq"), gathered_spec, reduced_spec)
     x_BTD = first(apply_steps(ends.from_table, module, x_BTD, batch))
     x_BTD, keys_BT = ends.drop(apply_steps(ends.additions, module, x_BTD, batch), batch, dropout_key)

@@ -54,7 +54,7 @@ def losses(
 
     of = scope("of", LOSS)
 
-    def scanned(arrays, gradients):
+    def scan_chunks(arrays, gradients):
         x_BTD, table_VD, *bias_V = arrays
         held = [table.holding(table_VD), *([bias.holding(*bias_V)] if bias else [])]
         return _scan(x_BTD, held, targets_BT, cfg, gradients)
@@ -62,11 +62,11 @@ def losses(
     @jax.custom_vjp
     @of
     def call(*arrays):
-        return scanned(arrays, gradients=False)[0]
+        return scan_chunks(arrays, gradients=False)[0]
 
     @of
     def forward(*arrays):
-        return scanned(arrays, gradients=True)
+        return scan_chunks(arrays, gradients=True)
 
     @of
     def backward(gradients, cotangent):

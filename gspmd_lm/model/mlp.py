@@ -53,13 +53,14 @@ class Mlp(nn.Module):
         return add(unreduced_matmul(hidden_BTF, self.weights["down"]), biases.get("down")), tokens
 
 
-def hidden_layer(of_gate: Change, of_up: Change = same) -> Callable[..., jax.Array]:
+def hidden_layer(change_first: Change, change_second: Change = same) -> Callable[..., jax.Array]:
     """A function that computes the hidden layer of an MLP from x w_gate and x w_up, or from x w_up alone.
 
-    of_gate: what is done to the first of them, and of_up: to the second before it multiplies the first.
+    It applies `change_first`, such as SiLU, to the first product. With both, it multiplies the result by the second
+    product, to which it applies `change_second`.
     """
 
-    def activate(first: jax.Array, *rest: jax.Array) -> jax.Array:
-        return math.prod(map(of_up, rest), start=of_gate(first))
+    def activate(first: jax.Array, *second: jax.Array) -> jax.Array:
+        return math.prod(map(change_second, second), start=change_first(first))
 
     return activate

@@ -73,7 +73,7 @@ class Experts(nn.Module):
         if cfg.moe.routing == "sparsemixer":
             chosen_BTk, shares_BTkC = sparsemixer(logits_BTC, cfg.moe.per_token, cfg.moe.jitter)
         else:
-            chosen_BTk, shares_BTkC = self._chosen(scores_BTC), scores_BTC[:, :, None]
+            chosen_BTk, shares_BTkC = self._choose_experts(scores_BTC), scores_BTC[:, :, None]
         at_BTkC = chosen_BTk[..., None] == jnp.arange(cfg.num_experts)
         weights_BTk = jnp.where(at_BTkC, shares_BTkC, 0).sum(-1)
         if cfg.moe.normalized_weights:
@@ -95,7 +95,7 @@ class Experts(nn.Module):
             y += shared
         return y, tokens._replace(routed=RouterOutput(load_C, penalty_B, jax.lax.stop_gradient(rounds_B)))
 
-    def _chosen(self, scores_BTC: jax.Array) -> jax.Array:
+    def _choose_experts(self, scores_BTC: jax.Array) -> jax.Array:
         """The experts of each token, [B, T, k], the highest scores first."""
         scores_BTC = jax.lax.stop_gradient(scores_BTC)
         if self.cfg.balance_bias:
@@ -116,7 +116,7 @@ class Experts(nn.Module):
     def _loads_and_penalties(
         self, logits_BTC: jax.Array, scores_BTC: jax.Array, at_BTkC: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """What `RouterOutput` has of them. Every token of the batch counts, whether it has a target or not."""
+        """`load_C` and `penalty_B` of `RouterOutput`. Every token of the batch counts, also without a target."""
         cfg = self.cfg
         load_BC = jax.lax.stop_gradient(at_BTkC.sum((1, 2), dtype=jnp.float32))
         rows, length = scores_BTC.shape[:2]

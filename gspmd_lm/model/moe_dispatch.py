@@ -31,7 +31,6 @@ from gspmd_lm.sharding.annotate import (
     placement,
     remat,
     split,
-    split_over,
     use,
 )
 from gspmd_lm.sharding.matmuls import copies
@@ -58,7 +57,7 @@ def mixture_of_experts(
     x_BTD is gathered. chosen_BTk: int32; an expert that does not exist, such as E, computes nothing. matrices: those of
     [E, D, F], from whose products `activated` makes the hidden layer, and the last one, [E, F, D]. capacity: how many
     tokens of a row an expert computes at most; it bounds buffers, and `chosen_BTk` keeps to it. 0: no limit.
-    experts.weighted_input: the weights multiply the experts' inputs in place of their outputs.
+    weighted_input: the weights multiply the experts' inputs in place of their outputs.
     """
     leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
     layout = _moe_layout(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
@@ -79,12 +78,12 @@ def map_local_tokens(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Arra
 
 
 def _tokens(length: int) -> tuple[Split, Split]:
-    """How rows are split, and how the sequence is. A single token (of generation) is not."""
+    """The split of rows, and that of the sequence. A single token, as in generation, is not split."""
     return split(TOKENS, "batch"), split(TOKENS, "seq") if length > 1 else Split()
 
 
 class _MoeLayout(NamedTuple):
-    """How a mixture is computed under the rules."""
+    """The layout of a mixture under the rules."""
 
     weights: tuple[Weight, ...]  # without their arrays
     tree: Any  # of these weights: the matrices with their adapters, the last one being w_down; then their biases
@@ -121,7 +120,7 @@ class _MoeLayout(NamedTuple):
         return self.tokens + self.inner.over
 
     def place(self, axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        """How a weight is split where it is used."""
+        """The mesh axes that split each dimension of a weight in use."""
         over = {"expert": self.expert.over, "mlp": self.mlp.over}
         return tuple(over.get(axis, ()) for axis in axes)
 
@@ -135,7 +134,7 @@ class _MoeLayout(NamedTuple):
         return [quantised.use(w, "EDF", "D") if quantised.is_read(w) else use(w) for w in weights]
 
     def places(self, used: Sequence[Any]) -> list[tuple[tuple[str, ...], ...]]:
-        """How the arrays of weights in use are split: of quantised ones, their values and then their scales."""
+        """`place` for the arrays of weights in use: of quantised ones, for their values and then for their scales."""
         axes = [
             (w.axes, small.scale_axes(w.axes)) if isinstance(small, Quantised) else (w.axes,)
             for w, small in zip(self.weights, used, strict=True)
@@ -152,11 +151,11 @@ class _MoeLayout(NamedTuple):
         weight_split = {name for names in self.place(weight.axes) for name in names}
         # The other matrix of an adapter is split along mlp, so that what lies between the two is a sum.
         local = self.tokens + (self.mlp.over if "rank" in axes else ())
-        return split_over(tuple(name for name in local if name not in weight_split))
+        return placement().over(tuple(name for name in local if name not in weight_split))
 
 
 def _moe_layout(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _MoeLayout:
-    """How the tokens of an input of this shape are computed."""
+    """The layout for chosen experts of this shape, [B, T, k]."""
     batch, seq = _tokens(shape[1])
     down = jax.tree.unflatten(tree, weights)[0][-1].weight.path
     expert, mlp = split(down, "expert"), split(down, "mlp")
@@ -164,7 +163,7 @@ def _moe_layout(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) 
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
         mlp = Split()
     all_to_all = bool(expert.over) and {*expert.over} <= tokens
-    inner = split_over(mlp.over + (() if all_to_all else expert.over))
+    inner = placement().over(mlp.over + (() if all_to_all else expert.over))
     # The buffer for a single token of each row, as in generation, is small whatever the token chooses.
     buffer = placement().setting("expert_buffer") if shape[1] > 1 else 0.0
     return _MoeLayout(weights, tree, down, batch, seq, expert, mlp, all_to_all, inner, buffer)
@@ -183,7 +182,7 @@ def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
     def dispatch(x_zBTD, weights_BTk, chosen_BTk):
         routing = layout.routing(chosen_BTk, experts)
         before = weights_BTk if layout.weighted_input else None
-        rows_ND = routing.sorted(x_zBTD.reshape(-1, x_zBTD.shape[-1]), before)
+        rows_ND = routing.sort_rows(x_zBTD.reshape(-1, x_zBTD.shape[-1]), before)
         return routing.round(0).dispatch(rows_ND), routing
 
     def compute(rows_MD, routing, x_zBTD, weights_BTk, *leaves: jax.Array):
@@ -194,7 +193,7 @@ def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
         y_MD, *kept = _products(layout, weights, rows_MD, first.sizes_E)
 
         def add(round_: Round, y_ND, x_zBTD):
-            rows_MD = round_.dispatch(routing.sorted(x_zBTD.reshape(B * T, -1), before))
+            rows_MD = round_.dispatch(routing.sort_rows(x_zBTD.reshape(B * T, -1), before))
             return round_.send_back(_products(layout, weights, rows_MD, round_.sizes_E)[0], y_ND)
 
         y_ND = routing.other_rounds(add, first.send_back(y_MD), x_zBTD)
@@ -243,14 +242,14 @@ def _backward(layout: _MoeLayout, saved: Any, cotangents: tuple[jax.Array, jax.A
         weights, routing = layout.holding(used), layout.routing(chosen_BTk, used[0].shape[0])
         before, after = (weights_BTk, None) if layout.weighted_input else (None, weights_BTk)
         first = routing.round(0)
-        dy_MD = first.dispatch(routing.sorted(dy.reshape(-1, D), after))
+        dy_MD = first.dispatch(routing.sort_rows(dy.reshape(-1, D), after))
         drows_MD, weighted_M1, dused = _derivatives_of_round(layout, weights, kept, dy_MD, first.sizes_E)
 
         def add(round_: Round, added, given):
             x_zBTD, dy = given
-            rows_MD = round_.dispatch(routing.sorted(x_zBTD.reshape(-1, D), before))
+            rows_MD = round_.dispatch(routing.sort_rows(x_zBTD.reshape(-1, D), before))
             _, *kept = _products(layout, weights, rows_MD, round_.sizes_E)
-            dy_MD = round_.dispatch(routing.sorted(dy.reshape(-1, D), after))
+            dy_MD = round_.dispatch(routing.sort_rows(dy.reshape(-1, D), after))
             of_round = _derivatives_of_round(layout, weights, [rows_MD, *kept], dy_MD, round_.sizes_E)
             (drows_ND, weighted_N1, dused), (drows_MD, weighted_M1, more) = added, of_round
             dused = jax.tree.map(jnp.add, dused, more)
@@ -263,24 +262,17 @@ def _backward(layout: _MoeLayout, saved: Any, cotangents: tuple[jax.Array, jax.A
         return dx, weighted, *(None if w.frozen else d[None] for w, d in zip(layout.weights, dused, strict=True))
 
     rows = [layout.rows(w) for w in layout.weights]
-    places = [layout.place(w.axes) for w in layout.weights]
     out = (layout.inner.over, *_x(layout))
     inputs = [out, out, _x(layout), _x(layout), (layout.local, ()), *layout.places(used)]
-    outputs = [
-        out,
-        out,
-        *(
-            None if w.frozen else (over.over, *place)
-            for w, over, place in zip(layout.weights, rows, places, strict=True)
-        ),
-    ]
+    weights = zip(layout.weights, rows, strict=True)
+    outputs = [out, out, *(None if w.frozen else (over.over, *layout.place(w.axes)) for w, over in weights)]
     dx, weighted, *dused = per_device(local, inputs, outputs)(dy, x_zBTD, weights_BTk, chosen_BTk, kept, *leaves)
     weighted_BTk = layout.sum.reduce(weighted, WEIGHTED) if layout.inner.num_shards > 1 else weighted[0]
     # The gradient of a token's weight is the expert's output times dy, and `weighted_BTk` is that times the weight. A
     # weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
     dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)
     gradients: Any = [
-        None if d is None else _reduced(w.holding(array), layout.down, over, d)
+        None if d is None else _reduce_gradient(w.holding(array), layout.down, over, d)
         for w, array, over, d in zip(layout.weights, arrays, rows, dused, strict=True)
     ]
     if not layout.weights[0].scanned:
@@ -294,10 +286,10 @@ _mixture.defvjp(_forward, _backward)
 def _derivatives_of_round(
     layout: _MoeLayout, weights: Any, kept: Any, dy_MD: jax.Array, sizes_E: jax.Array
 ) -> tuple[jax.Array, jax.Array, list[Any]]:
-    """The derivative of `_products`: of its rows, of the weight of each row, [M, 1], and of the matrices.
+    """The gradients of the rows of `_products`, of the weight of each row, [M, 1], and of the matrices.
 
-    That of a row's weight is given times this weight, which multiplies what experts give or what they read. kept: the
-    rows, and what `_products` gives beside the output.
+    A row's weight multiplies the output or the input of its expert. Its gradient comes multiplied by the weight itself.
+    kept: the rows, and what `_products` gives beside the output.
     """
     (rows_MD, in_MF, low_MR), (matrices, (*_, b_down)) = kept, weights
     hidden_MF, back = jax.vjp(layout.activated, *in_MF)
@@ -317,11 +309,11 @@ def _derivatives_of_round(
             b_MD = expert_rows(b_down.array, sizes_E, len(dy_MD))
             weighted_M1 += _first(layout) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
         # Devices that compute parts of the same outputs have the same gradient of b_down: it is no partial sum.
-        dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
+        dused += [_sum_by_expert(d, sizes_E) for d in (*din_MF, dy_MD)]
     return drows_MD, weighted_M1, dused
 
 
-def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax.Array:
+def _reduce_gradient(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax.Array:
     """The reduced gradient of a weight. `down`: see `_MoeLayout`."""
     with scope("of", weight.path):
         if over.num_shards == 1:
@@ -332,7 +324,7 @@ def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax
 
 
 def _x(layout: _MoeLayout) -> tuple[tuple[str, ...], ...]:
-    """How tokens are split."""
+    """The mesh axes that split each dimension of tokens."""
     return layout.batch.over, layout.seq.over, ()
 
 
@@ -360,10 +352,10 @@ def _product(layout: _MoeLayout, matrix: Adapted, rows_MD: jax.Array, sizes_E: j
 def _derivatives(
     layout: _MoeLayout, matrix: Adapted, inputs: Sequence[jax.Array], dy_MF: jax.Array, sizes_E: jax.Array
 ) -> list[Any]:
-    """The gradients of the arguments of `_product`: of the rows, of the matrix, and of those of an adapter.
+    """The gradients of the rows of `_product`, of the matrix, and of the matrices of its adapter.
 
     inputs: the rows and, with an adapter, the rows times its first matrix. The gradient of the matrix is a product in
-    the compute dtype, also where the others have operands of 8 bits.
+    the compute dtype even where the other products have operands of 8 bits.
     """
     w = matrix.weight
     with scope("of", w.path):
@@ -390,6 +382,6 @@ def _gradient(weight: Weight, rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax
         return outer(rows_MD, dy_MF, sizes_E)
 
 
-def _of_experts(d_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """The derivative of `of_rows`."""
+def _sum_by_expert(d_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """[E, F]: the sum of the rows of each expert, which is the derivative of `expert_rows`."""
     return jnp.einsum("ME,MF->EF", hot(sizes_E, len(d_MF), d_MF.dtype), d_MF)

@@ -70,7 +70,7 @@ class Routing:
     sent: Slices | None = None  # from this device to the experts of all devices; None: rows stay on their device
     received: Slices | None = None  # from all devices to the experts of this one
 
-    def sorted(self, x_nD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
+    def sort_rows(self, x_nD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
         """[N, D]: the rows of tokens, sorted by expert. With weights, a row is multiplied by its own."""
         rows_ND = x_nD[self.order_N // self.k]
         if weights_BTk is not None:
@@ -78,7 +78,7 @@ class Routing:
         return rows_ND
 
     def combine(self, y_ND: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
-        """[n, D]: for each token, the sum of its rows, weighted or not. It is the transpose of `sorted`."""
+        """[n, D]: for each token, the sum of its rows, weighted or not. It is the transpose of `sort_rows`."""
         y_nkD = self.in_order_of_tokens(y_ND).reshape(-1, self.k, y_ND.shape[1]).astype(jnp.float32)
         if weights_BTk is not None:
             y_nkD *= weights_BTk.reshape(-1, self.k, 1)
@@ -96,7 +96,7 @@ class Routing:
         begin, M = number * self.rows, self.rows
 
         def within(starts: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """How much of slices lies before the round, and how much is in it."""
+            """The rows of each slice that lie before the round, and those in it: how many."""
             skipped = jnp.clip(begin - starts, 0, sizes)
             return skipped, jnp.clip(begin + M - starts, 0, sizes) - skipped
 
@@ -120,7 +120,7 @@ class Routing:
             return added
 
         def body(carried: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            # What does not depend on the round would be computed before the loop, in vain where there is one round.
+            # What no round changes would be computed before the loop, in vain where there is one round.
             number, inputs = jax.lax.optimization_barrier((carried[0], given))
             return number + 1, add(self.round(number), carried[1], inputs)
 
@@ -175,7 +175,7 @@ def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, ca
 
 
 def capacity(model: ModelConfig, length: int) -> int:
-    """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""
+    """The most tokens of a row of `length` tokens that an expert computes; 0 if there is no limit."""
     return math.ceil(model.moe.capacity_factor * length * model.moe.per_token / model.num_experts)
 
 

@@ -56,6 +56,32 @@ class Objective:
     scores: Callable[[Mapping[str, Any]], dict[str, float]]  # the metrics that evaluation logs, from its added sums
 
 
+def mean_objective(
+    inputs: Callable[[Shape], dict[str, Input]],
+    sums: Callable[[Any, Any, Batch, jax.Array | None], Any],
+    count: Callable[[Batch], jax.Array],
+    counted: str,
+    metrics: Mapping[str, str],
+) -> Objective:
+    """An objective whose metrics are the means of its sums. metrics: names of sums -> those of their means.
+
+    `counted` is the name of the number that the sums are divided by.
+    """
+
+    def evaluate(module: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
+        return sums(module, params, batch, None)._asdict() | {counted: count(batch)}
+
+    def means(found: Any, number: jax.Array) -> dict[str, jax.Array]:
+        return {metric: getattr(found, name) / number for name, metric in metrics.items()} | {counted: number}
+
+    def scores(totals: Mapping[str, float]) -> dict[str, float]:
+        number = max(totals[counted], 1.0)
+        found = {f"eval_{metric}": totals[name] / number for name, metric in metrics.items()}
+        return found | {f"eval_{counted}": totals[counted]}
+
+    return Objective(inputs, sums, count, evaluate, means, scores)
+
+
 def output(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> Any:
     """The output of a module for plain (unboxed) parameters."""
     return module.apply({"params": params}, dict(batch), key)
@@ -108,7 +134,7 @@ def _totals_of_classes(module: Any, params: Any, batch: Batch) -> dict[str, jax.
 
 
 def class_sums(logits_BC: jax.Array, labels_B: jax.Array) -> dict[str, jax.Array]:
-    """How often each class was predicted rightly, predicted, and true, float32 [C]. Rows labelled -1 do not count."""
+    """The right predictions, predictions and labels of each class, counted in float32 [C], without rows labelled -1."""
     classes_C = jnp.arange(logits_BC.shape[1])
     true_BC = labels_B[:, None] == classes_C
     predicted_BC = (logits_BC.argmax(1)[:, None] == classes_C) & (labels_B >= 0)[:, None]

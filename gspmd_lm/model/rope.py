@@ -10,7 +10,7 @@ from gspmd_lm.model.tokens import Tokens
 
 
 class Rotary(NamedTuple):
-    """How the numbers of a head turn with the position of its token."""
+    """The rotation of the numbers of a head by the position of its token."""
 
     dim: int  # how many numbers turn, the first of a head
     # The angle by which each pair of numbers turns from one position to the next, in radians, [dim / 2], from the

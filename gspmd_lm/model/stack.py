@@ -150,7 +150,7 @@ def _scan_layers(
         "in_axes": (0, nn.broadcast),
         "metadata_params": {nn.PARTITION_NAME: "layers"},
         "unroll": unrolled,
-        # They hold, and the check would trace every layer once more. Only with it can shared weights be drawn.
+        # They hold, and the check would trace every layer once more. Shared weights cannot be drawn without the check.
         "check_constancy_invariants": shared,
     }
     carried = carried._replace(layer=jnp.asarray(carried.layer, jnp.int32))

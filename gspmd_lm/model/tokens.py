@@ -6,7 +6,7 @@ import jax
 
 from gspmd_lm.model.cache import Cache, Kept
 
-IN_BATCH = {
+IN_BATCH = {  # field of `Tokens` -> name of its array in a batch
     "positions_BT": "positions",
     "segments_BT": "segment_ids",
     "places_BT": "places",

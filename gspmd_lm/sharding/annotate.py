@@ -75,7 +75,7 @@ class Stages(NamedTuple):
     microbatches: int
     repeats: int  # how often a microbatch goes through all stages
     gathers_once: bool  # whether weights are gathered once in a step
-    keep: str  # of which the backward pass finds the inputs: layers or stage
+    keep: str  # layers or stage: whose inputs are kept for the backward pass
     replicas: tuple[str, ...]  # the mesh axes along which the weights of a stage are whole
 
 
@@ -144,7 +144,7 @@ class Placement:
 
     @property
     def within_mapped_stages(self) -> "Placement":
-        """The same, where a derivative sees the work of all stages and of all replicas."""
+        """`within_stage`, where a derivative sees the work of all stages and of all replicas."""
         return self
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
@@ -238,11 +238,6 @@ def parse(text: str, rank: int) -> Spec:
 def split(array: str, axis: str) -> Split:
     """The split of an axis of an array under the rules; on a single device it is one piece."""
     return placement().split(array, axis)
-
-
-def split_over(mesh_axes: tuple[str, ...]) -> Split:
-    """The split over these mesh axes."""
-    return placement().over(mesh_axes)
 
 
 def remat() -> Callable[..., Any] | None:

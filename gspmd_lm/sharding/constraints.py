@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -17,7 +18,8 @@ from gspmd_lm.sharding.names import check_name, is_unnamed, name_axes
 
 # Functions of jax that place their result, and are called as attributes of its modules: they have no interceptors.
 _PRODUCTS = "einsum", "dot", "matmul", "tensordot", "reshape"
-_SECOND = (jax.lax, "with_sharding_constraint"), (jax.sharding, "reshard"), (jax, "reshard")  # the second argument
+# Those whose second argument says where to place the first.
+_PLACING = (jax.lax, "with_sharding_constraint"), (jax.sharding, "reshard"), (jax, "reshard")
 _NO_MESH = "not under a mesh context", "non-empty mesh"  # in what jax says where one of another function is left
 
 _answered: ContextVar[bool] = ContextVar("answered", default=False)
@@ -51,7 +53,7 @@ def intercept() -> None:
     _intercept_flax()
     for name in _PRODUCTS:
         setattr(jnp, name, take_spec(getattr(jnp, name), f"jnp.{name}"))
-    for module, name in _SECOND:
+    for module, name in _PLACING:
         if function := getattr(module, name, None):
             setattr(module, name, _wrap_placing(function, f"{module.__name__}.{name}"))
 
@@ -70,10 +72,13 @@ def take_spec(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _wrap_placing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
-    def call(x: Any, spec: Any, *arguments: Any, **how: Any) -> Any:
+    def call(*arguments: Any, **how: Any) -> Any:
+        x, spec, *_ = signature.bind(*arguments, **how).arguments.values()  # jax and models also name arguments
         if not (_answered.get() and isinstance(spec, PartitionSpec)):
-            return function(x, spec, *arguments, **how)
+            return function(*arguments, **how)
         return jax.tree.map(lambda x: _place(x, spec, f"{name}(x, {spec})"), x)
 
     return call

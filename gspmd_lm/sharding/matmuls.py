@@ -279,7 +279,7 @@ def _quantise(x: jax.Array, letters: str, w_letters: str, w: Weight) -> Quantise
 
 
 def _tokens(matmul: _Matmul, x: jax.Array | Quantised) -> TokenSharding:
-    """How the tokens of `x` are split. A mesh axis splits only one dimension of an array."""
+    """The split of the tokens of `x`. A mesh axis splits only one dimension of an array."""
     return token_sharding(x.values if isinstance(x, Quantised) else x, matmul.x, without=matmul.sum.over.over)
 
 
@@ -309,7 +309,7 @@ _shared_weights: ContextVar[dict[str, Shared] | None] = ContextVar("shared_weigh
 
 
 def _share(matmul: _Matmul, x: jax.Array | Quantised, w: Weight) -> Shared | None:
-    """What all products with a weight read within `sharing_weights`; None outside of it."""
+    """The array and the slot that all products with a weight share within `sharing_weights`; None outside of it."""
     weights = _shared_weights.get()
     if weights is None or w.used or placement().is_single:
         return None

@@ -94,7 +94,7 @@ def platform(mesh: Mesh) -> str:
 
 
 def processor(device: Any) -> Processor:
-    """What decides which kernels a jax device can run."""
+    """The facts about a jax device that decide which kernels it can run."""
     name = platform_of(device)
     version = str(getattr(device, "compute_capability", "")) if name == "gpu" else ""
     capability = tuple(map(int, version.split("."))) if re.fullmatch(r"\d+\.\d+", version) else (0, 0)

@@ -75,7 +75,7 @@ def box_params(drawn: Any) -> Any:
 
 
 def variables(made: Any) -> Any:
-    """What a model's `init` gives, without what a module of NNX has besides its variables: a state, or as it was."""
+    """The output of a model's `init`. If that is a module of NNX, it is the state of the module's variables."""
     if not is_module(made):
         return made
     _, _, state, _ = _nnx().split(made, _nnx().RngState, _nnx().Variable, ...)
@@ -106,7 +106,7 @@ def draws_randomly(module: Any) -> bool:
 
 
 def read_changes(module: Any, before: Any) -> Any:
-    """The state of what a call has changed of a module, which had the variables of `before`: no parameters."""
+    """The state of the variables of a module that a call has changed, parameters aside. before: the state before it."""
     nnx, was = _nnx(), {keys: variable.get_raw_value() for keys, variable in _nnx().to_flat_state(before)}
     state = nnx.state(module, nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
     now = [(keys, one) for keys, one in nnx.to_flat_state(state) if one.get_raw_value() is not was.get(keys)]
@@ -183,8 +183,8 @@ def name_params(boxes: Any) -> Any:
 
 
 def readable(like: Any, params: Any) -> Any:
-    """The parameters, nested dicts of arrays, as the functions of a model take them, whose `init` gave what is like
-    `like`: each is placed for use where it is read.
+    """The parameters, nested dicts of arrays, as the functions of a model take them: each is placed for use where it is
+    read. like: the output of the model's `init`, or its shapes.
     """
     boxes = jax.tree.map(
         lambda leaf, array: Box(array, leaf.path, leaf.axes),
@@ -204,7 +204,7 @@ def readable(like: Any, params: Any) -> Any:
 
 
 class _Read:
-    """What NNX calls where a module reads a variable. Equal for equal paths, since variables are compared by it."""
+    """The function that NNX calls where a module reads a variable. Equal paths make it equal, as variables need."""
 
     def __init__(self, path: str):
         self.path = path

@@ -131,7 +131,7 @@ def parse(op_name: str) -> OpName:
     else:
         generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
         rest = "other" if op_name.startswith("jit(") and not op_name.startswith(OF_TRAINING) else "optimizer"
-        # What does not depend on what is trained has no jvp, and the update has an owner: see train/step.py.
+        # Operations that depend on nothing trained have no jvp. Those of the update have an owner: see train/step.py.
         of_model = rest == "optimizer" and (table == "rules" or (modules and not owners))
         phase = "forward" if "jvp" in words or in_loss or generates or of_model else rest
     summed_axes = tuple(filter(None, scopes.get("sum", "").split("+")))

@@ -133,14 +133,15 @@ copy_to_shards.defvjp(
 )
 
 
-def for_each_row(w: Weight, rows: int, made: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """[B, ...]: what is `made` of a weight in use, for each of `rows` rows of the batch. Each device adds up the
-    gradients of its rows before one reduction.
+def for_each_row(w: Weight, rows: int, make: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """[B, ...]: the result of `make` for a weight in use, once for each of `rows` rows of the batch.
+
+    Each device adds up the gradients of its rows before one reduction.
     """
     in_use, batch = Spec(w.path, w.axes), Sum(split(TOKENS, "batch"), (f"{TOKENS}.batch",))
     with scope("of", w.path):
         copies: Any = copy_to_shards(batch, in_use._replace(table="optimizer"), in_use, use(w))
-    return jnp.repeat(jax.vmap(made)(copies), rows // len(copies), axis=0)
+    return jnp.repeat(jax.vmap(make)(copies), rows // len(copies), axis=0)
 
 
 def reduced(y: Unreduced, gathered_spec: str, reduced_spec: str) -> jax.Array:
@@ -215,7 +216,7 @@ def token_sharding(x: jax.Array, letters: str, without: tuple[str, ...] = ()) ->
 
 
 def share_weight(w: Weight, tokens: Sum, in_use: Any, dtype: Any) -> Shared:
-    """What all matmuls with a weight read. in_use: the weight, gathered. tokens: the sum over tokens that its gradient
+    """A weight as all its matmuls read it. in_use: the weight, gathered. tokens: the sum over tokens that its gradient
     is, whose partial sums are added up in `dtype`.
     """
     slot: Any = gradient_slot([tokens._replace(of=(w.path,))], Spec(w.path, w.axes, "optimizer"), dtype, w.array)

@@ -56,7 +56,7 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
     row besides, a tree of [B, T].
     """
     if one := _one_stage.get():
-        return one.computed(part, weights, x_BTD, of_rows)
+        return one.compute(part, weights, x_BTD, of_rows)
     place = placement()
     assert place.stages
     over, M, R, once, *_ = place.stages
@@ -72,7 +72,7 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
     with placed_by(place.within_stage):
         tokens = token_sharding(x_BTD, "BTD").sum
 
-    def of_stages(box: Box) -> Box:
+    def place_layers(box: Box) -> Box:
         w = layers_of_stages(over, R, Spec(box.path, box.axes), box.value)
         is_matrix = len(box.axes) > 2
         box = box.replace(value=w)
@@ -87,7 +87,7 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
 
     if replicas.split.over:
         weights = jax.tree.map(copy_to_replicas, weights, is_leaf=is_box)
-    weights = replicas.each(lambda weights: jax.tree.map(of_stages, weights, is_leaf=is_box))(weights)
+    weights = replicas.each(lambda weights: jax.tree.map(place_layers, weights, is_leaf=is_box))(weights)
     of_rows = jax.tree.map(lambda x: replicas.apart(by_stage(x).reshape(M, -1, *x.shape[1:]), "M"), of_rows)
     run = _under(place.within_mapped_stages, replicas.each(functools.partial(_run, part, place.stages)))
     x, sums, rows = run(weights, replicas.apart(by_stage(x_BTD), "S J"), of_rows)
@@ -131,7 +131,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         return _where((stage_S == 0) & takes, fresh, state), waiting
 
     @each
-    def computed(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
+    def compute_stage(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
         row_arrays = jax.tree.map(lambda x: placement().constrain(x[microbatch], TOKENS), of_rows)
         weights = jax.tree.map(lambda w: w[0] if R == 1 else w[repeat], weights)
         weights = jax.tree.map(_cast_slot, weights, is_leaf=is_box)
@@ -139,13 +139,13 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
 
     policy = remat()
     if keep == "stage":
-        computed = jax.checkpoint(computed, prevent_cse=False)
+        compute_stage = jax.checkpoint(compute_stage, prevent_cse=False)
     elif policy and (R > 1 or not once):
         # Else the weights of a round would be kept, for each turn, or those that the first turn gathers, for all turns.
         # Layers keep their inputs, as without this.
         inputs = jax.checkpoint_policies.save_only_these_names("layer_input")
         kept = lambda *given, **named: inputs(*given, **named) or policy(*given, **named)  # noqa: E731
-        computed = jax.checkpoint(computed, policy=kept, prevent_cse=False)
+        compute_stage = jax.checkpoint(compute_stage, policy=kept, prevent_cse=False)
 
     def turn(carried: tuple[jax.Array, jax.Array], t: jax.Array):
         state, waiting = exchange(t, *carried)
@@ -154,7 +154,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         repeat_S, microbatch_S = own_S % (S * R) // S, own_S // (S * R) * S + own_S % S
         # A stage without a row computes with one that waited there at first: what it computes is finite.
         state = _where(busy_S, state, spare)
-        state, *of_layers = computed(weights, repeat_S, stage_S, microbatch_S, state)
+        state, *of_layers = compute_stage(weights, repeat_S, stage_S, microbatch_S, state)
         state = state if BUBBLES is None else _where(busy_S, state, jnp.full_like(state, BUBBLES))
         return (send(over, 1, state), waiting), of_layers
 
@@ -193,7 +193,7 @@ def constrain_stages(over: Split, x_SJBTD: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def send(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
-    """Of each stage, what the stage has that is `step` before it. Autodiff would sum over devices of the same stage."""
+    """Each stage gets the rows of the stage that is `step` before it. Autodiff would sum over devices of a stage."""
     place = over.over, *(split(RESIDUAL.array, axis).over for axis in RESIDUAL.axes)
     to = {stage: (stage + step) % over.num_shards for stage in range(over.num_shards)}
     with scope("rules", RESIDUAL.array):
@@ -251,8 +251,8 @@ class OneStage:
         finally:
             _one_stage.reset(token)
 
-    def computed(self, part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
-        """What `in_stages` returns, of the layers up to those of this stage."""
+    def compute(self, part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
+        """The results of `in_stages` for the layers up to those of this stage."""
         before = None
         if self.given:
             first = x_BTD, *jax.tree.map(jnp.zeros_like, self.given[1:])
@@ -336,13 +336,13 @@ def _one_by_one(
     stage_S, depth = jnp.arange(S), 2 * S - 3  # stage 0 is given nothing, and stage 1 waits 2 S - 4 turns
 
     @functools.partial(jax.vmap, spmd_axis_name=over.over)
-    def computed(trained: Any, given: Any, frozen: Any, number: jax.Array, microbatch: jax.Array):
+    def compute_stage(trained: Any, given: Any, frozen: Any, number: jax.Array, microbatch: jax.Array):
         own = jax.tree.map(lambda x: x[jnp.clip(microbatch, 0, M - 1)], pieces)
         with OneStage(number, S, given).alone() as stage:
             of_loss, more = loss(trained, frozen, own)
         return (stage.passed, of_loss), more
 
-    def of_stages(chosen_S: jax.Array, tree: Any) -> Any:
+    def select_stages(chosen_S: jax.Array, tree: Any) -> Any:
         """A tree of [S, ...] of the chosen stages; zeros of the others."""
         return jax.vmap(lambda chosen, tree: jax.tree.map(lambda x: jnp.where(chosen, x, 0), tree))(chosen_S, tree)
 
@@ -354,22 +354,22 @@ def _one_by_one(
         first_S, second_S = t - stage_S, t - 2 * (S - 1) + stage_S  # the microbatches that stages compute, one by one
         held = jax.tree.map(lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, t % depth, 1), held, given)
         with jax.named_scope("jvp"):  # as autodiff calls operations of the forward pass
-            (passed, _), _ = computed(trained, given, frozen, stage_S, first_S)
+            (passed, _), _ = compute_stage(trained, given, frozen, stage_S, first_S)
             passed = to_neighbour(1, passed)
 
         begun_S = (second_S + stage_S) % depth  # the turn in which a stage was given its second microbatch
         given = jax.tree.map(lambda x: jax.vmap(lambda x, turn: x[turn])(x, begun_S), held)
-        run = lambda trained, given: computed(trained, given, frozen, stage_S, second_S)  # noqa: E731
+        run = lambda trained, given: compute_stage(trained, given, frozen, stage_S, second_S)  # noqa: E731
         (_, of_loss), derivative, more = jax.vjp(run, trained, given, has_aux=True)
         last_S = stage_S == S - 1
         ends_S = last_S & (second_S >= 0) & (second_S < M)
-        of_weights, back = derivative((of_stages(~last_S, back), ends_S.astype(of_loss.dtype)))
+        of_weights, back = derivative((select_stages(~last_S, back), ends_S.astype(of_loss.dtype)))
         with jax.named_scope("transpose"):
             back = to_neighbour(-1, back)
-        gradients, total = jax.tree.map(jnp.add, (gradients, total), (of_weights, of_stages(ends_S, more)))
+        gradients, total = jax.tree.map(jnp.add, (gradients, total), (of_weights, select_stages(ends_S, more)))
         return (passed, back, held, gradients, total), None
 
-    (passed, _), more = jax.eval_shape(computed, trained, None, frozen, stage_S, stage_S)
+    (passed, _), more = jax.eval_shape(compute_stage, trained, None, frozen, stage_S, stage_S)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (passed, passed, more))
     held = jax.tree.map(lambda x: jnp.zeros((S, depth, *x.shape[1:]), x.dtype) + zero.astype(x.dtype), passed)
     held = constrain_stages(over, held[0]), *held[1:]

@@ -84,7 +84,7 @@ class MeshPlacement(Placement):
         return getattr(self.settings, name)
 
     def sharding(self, table: str, path: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """Where `table` puts an array. Raises ShardingError for an array that was not checked before."""
+        """The sharding of an array by `table`. Raises ShardingError for arrays that do not fit."""
         spec, problems = self.rules.resolve(table, path, axes, shape)
         check(problems)
         return NamedSharding(self.mesh, _partition_spec(spec))
@@ -333,7 +333,7 @@ def marked_placement(name: str) -> Spec | None:
 
 
 def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Recorder:
-    """What `function` places under `rules`, which need not fit it, and its program. Nothing is computed."""
+    """The record of a function that is traced under `rules`, which need not fit it. Nothing is computed."""
     recorder = Recorder(rules)
     with placed_by(recorder):
         recorder.program = jax.make_jaxpr(function)(*abstract)
@@ -368,7 +368,7 @@ def problems(
 def weight_problems(
     rules: Rules, params: Sequence[tuple[Named, Any]], optimizer: Sequence[tuple[Named, Any]] = ()
 ) -> list[Problem]:
-    """What of `rules` does not fit the weights of a model and the state of its optimizer, warnings included."""
+    """The problems of `rules` with the weights of a model and the state of its optimizer, warnings included."""
     tables = [(table, pair) for pair in params for table in ("rules", "weights", "optimizer")]
     tables += [("optimizer", pair) for pair in optimizer]
     found: list[Problem] = []

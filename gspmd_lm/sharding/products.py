@@ -73,7 +73,7 @@ class _Products:
             spec = parameters.get(first[0]) if first and isinstance(first[0], core.Var) else None
             match equation.primitive.name:
                 case "name" if (named := marked_placement(equation.params["name"])) and named.table == _PARAMETER:
-                    # What reads a parameter again takes what has read it before.
+                    # Later reads of a parameter take the value of the first one.
                     value = gathered.setdefault((named, first[0].aval, made.get(first[0], first[0])), first[0])
                     instead[equation.outvars[0]] = value
                     parameters[value] = named._replace(table="optimizer")
@@ -114,7 +114,7 @@ class _Products:
         rows = self._rows(equation, weight)
         if rows is None:
             return equation
-        how = _How(equation.primitive, tuple(equation.params.items()), weight, rows)
+        how = _Operation(equation.primitive, tuple(equation.params.items()), weight, rows)
         product = functools.partial(_product, specs[weight], self.over, how)
         (whole,) = jax.make_jaxpr(product)(*(v.aval for v in equation.invars)).jaxpr.eqns
         return whole.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
@@ -146,8 +146,8 @@ def _find_needed(equations: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     return needed[::-1]
 
 
-class _How(NamedTuple):
-    """How two factors are multiplied, of which one is a parameter."""
+class _Operation(NamedTuple):
+    """The operation that multiplies two factors, of which one is a parameter."""
 
     primitive: Any
     options: tuple[tuple[str, Any], ...]
@@ -167,16 +167,16 @@ class _How(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(gradient: Spec, over: Split, how: _How, left: jax.Array, right: jax.Array) -> jax.Array:
+def _product(gradient: Spec, over: Split, how: _Operation, left: jax.Array, right: jax.Array) -> jax.Array:
     """A product with a parameter whose gradient is summed once, to where `gradient` says."""
     return how.product(left, right)
 
 
-def _forward(gradient: Spec, over: Split, how: _How, left: jax.Array, right: jax.Array):
+def _forward(gradient: Spec, over: Split, how: _Operation, left: jax.Array, right: jax.Array):
     return how.product(left, right), (left, right)
 
 
-def _backward(gradient: Spec, over: Split, how: _How, factors: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(gradient: Spec, over: Split, how: _Operation, factors: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = factors[1 - how.weight], factors[how.weight]
     (dx,) = jax.vjp(lambda x: how.product_with(x, w), x)[1](dy)
 

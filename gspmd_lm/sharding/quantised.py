@@ -1,14 +1,14 @@
 """Operands of 8 bits for matmuls with weights: int8, or float8 (E4M3, and E5M2 for gradients; arXiv 2209.05433).
 
-What is summed over shares a scale: an activation has one for each token, and a weight one for each output. A scale is
-the largest absolute value over the whole axis, wherever its shards are, over the largest number of the dtype. It is
-computed anew each time, so a run has no state for it. Operands are multiplied as they are, added up in int32 or
+Numbers that are summed over share a scale: an activation has one for each token, and a weight one for each output. A
+scale is the largest absolute value over the whole axis, wherever its shards are, over the largest number of the dtype.
+It is computed anew each time, so a run has no state for it. Operands are multiplied as they are, added up in int32 or
 float32, and the sums are scaled. In the backward pass, the scales of an operand that are summed over go into the other
 operand, the gradient of the output, before that is quantised. So each operand of the forward pass is quantised once.
 
 Scales are rounded up to powers of two. Scaled integers then add up exactly, in whatever order devices add them, so that
-no layout rounds a later operand in another way. That costs int8 half a bit, and float8 nothing but range. The scales of
-what gives the gradient of a weight are rounded less.
+no layout rounds a later operand in another way. That costs int8 half a bit, and float8 nothing but range. Scales are
+rounded less for the operands of the gradient of a weight.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from gspmd_lm.sharding.op_names import scope
 EIGHT_BITS: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 SCALED = "scaled"  # the name of a scaled product in remat policies
 _BACKWARD = {jnp.dtype(jnp.int8): jnp.int8, jnp.dtype(jnp.float8_e4m3fn): jnp.float8_e5m2}
-_POWER_OF_TWO, _FOUR_BITS, _ALL = 0x7F80_0000, 0x7FF0_0000, 0x7FFF_FFFF  # what is kept of a scale's inverse
+_POWER_OF_TWO, _FOUR_BITS, _ALL = 0x7F80_0000, 0x7FF0_0000, 0x7FFF_FFFF  # the bits of a scale's inverse that stay
 _SMALLEST = 1e-30  # values are zero where none is larger: the scale and its inverse must be finite
 
 
@@ -56,8 +56,8 @@ class Quantised:
 def quantise(
     x: jax.Array, letters: str, summed: str, dtype: Any, over_tokens: bool = False, devices: tuple[str, ...] = ()
 ) -> Quantised:
-    """`x`, whose dimensions are `letters`, in `dtype`. What differs only in dimensions that are `summed` over shares a
-    scale.
+    """`x`, whose dimensions are `letters`, in `dtype`. Numbers that differ only in dimensions that are `summed` over
+    share a scale.
 
     A sum `over_tokens` is the gradient of a weight. Replicas of the weights share its scales, whose inverses have four
     bits, since that gradient is not quantised again. Where `x` is not finite, neither is the scale, so that a step that
@@ -77,7 +77,7 @@ def quantise_rows(x_MC: jax.Array, matmul_dtype: str, devices: tuple[str, ...]) 
 
 
 def at_rest(w: jax.Array, over: tuple[int, ...], dtype: Any) -> Quantised:
-    """A weight in `dtype`, with scales that are not rounded. What differs only in the dimensions `over` shares one."""
+    """A weight in `dtype`, with scales that are not rounded. Numbers share one along the dimensions `over`."""
     return _quantise(w, over, dtype, _ALL)
 
 
@@ -97,7 +97,7 @@ def _quantise(
 
 
 def is_read(weight: Weight) -> bool:
-    """Whether matmuls read the weight in 8 bits: to multiply them as they are, or what rests in them."""
+    """Whether matmuls read the weight in 8 bits: because they multiply in 8 bits, or because it rests in them."""
     return bool(weight.matmul_dtype) or isinstance(weight.array, Quantised)
 
 

@@ -20,15 +20,13 @@ MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 REMATS = ("none", "block", "dots")  # which activations are kept for the backward pass, where no names say it
 CONTEXTS = ("gather", "ring", "ulysses")  # the forms of context parallelism
-GATHERS = ("turn", "step")  # in which of them stages of a pipeline gather their weights, and sum their gradients, once
-KEEPS = ("layers", "stage")  # of which stages keep what the backward pass needs: by `remat`, or the input alone
+GATHERS = ("turn", "step")  # once in a turn, or in a step, stages gather their weights and sum the gradients
+KEEPS = ("layers", "stage")  # what stages keep for the backward pass: of layers, as `remat` says; or the stage's input
 SCHEDULES = ("gpipe", "1f1b")  # of a pipeline: microbatches go back after all of them, or as soon as each can
 EXPERT_BUFFER = 2.0  # where tokens travel to their experts
 # Attention kernels, the fastest first. XLA's own can do all that a config may ask. A kernel may need more than its
-# platform, see `kernels.attention.unsupported`.
+# platform, see `kernels.attention.unsupported_setting`.
 KERNELS = {"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}
-
-
 _NOT_FACTS = ("path", "vocabulary", "text", "flags", "problems")
 
 
@@ -108,7 +106,7 @@ class Rules:
     remat: Remat
     microbatches: int
     unroll: int | Literal["all"] | None  # turns of the loop over layers; None leaves it to the platform
-    attention: Mapping[str, str]  # platform -> kernel, where the file or `supported.settled` has chosen one
+    attention: Mapping[str, str]  # platform -> kernel, where the file or `supported.settle_rules` has chosen one
     context: str
     compiler_options: Mapping[str, Mapping[str, Any]]
     dcn: Mapping[str, int]

@@ -63,10 +63,9 @@ def from_text(
     return dataclasses.replace(reader.rules(values), text=text)
 
 
-def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
+def from_dict(raw: Mapping[Any, Any], path: str, vocabulary: Vocabulary = DECODER) -> Rules:
     """Rules from the plain values of a rules file, with their problems in `.problems`. `path` is for messages."""
-    reader = _Reader(path, vocabulary)
-    return reader.rules(reader.lay_over(raw, mesh_override, ()))
+    return _Reader(path, vocabulary).rules(raw)
 
 
 def to_dict(rules: Rules) -> dict[str, Any]:
@@ -285,7 +284,9 @@ class _Reader:
         if not isinstance(value, dict):
             policies = *REMATS, "{save: [q, k, v], offload: [residual]}"
             good = self.check_word(value, policies, "remat: unknown policy", "remat", value)
-            return Remat(value if good else REMATS[0])
+            if good and value not in REMATS:
+                self.wrong("remat: a mapping in quotes is a word", "remat", value, "leave out the quotes")
+            return Remat(value if value in REMATS else REMATS[0])
         lists: dict[str, list[str]] = {"save": [], "offload": []}
         for key, names in value.items():
             if not self.check_word(key, lists, "remat: unknown entry", f"remat.{key}", names):
@@ -298,7 +299,8 @@ class _Reader:
             lists[key] = [name for name in names if self.check_word(name, kept, what, f"remat.{key}", names)]
         for name in sorted(set(lists["save"]) & set(lists["offload"])):
             self.wrong(f"remat: {name} is both saved and offloaded", "remat", value, "drop one of them")
-        return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))
+        save, offload = tuple(lists["save"]), tuple(lists["offload"])
+        return Remat("names", save, offload) if save or offload else Remat("block")  # which keeps nothing either
 
     def pipeline(self, raw: Mapping[Any, Any]) -> Pipeline | None:
         value = raw.get("pipeline")

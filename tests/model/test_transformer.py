@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd_lm.config import RopeScaling, with_values
+from gspmd_lm.config import RopeScaling
 from gspmd_lm.model import block, norm
-from gspmd_lm.model.compose import rotary
 from gspmd_lm.model.decoder import Decoder
 from gspmd_lm.model.families import init
 from gspmd_lm.model.parts.activations import gelu
 from gspmd_lm.model.parts.dropout import dropout
-from gspmd_lm.model.rope import rotate
 from gspmd_lm.model.tokens import Tokens
 from tests.courses import weights
 
@@ -268,16 +266,6 @@ def test_padded_heads_add_nothing_and_learn_nothing(kv_heads, more, small):
     for g, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(real_gradients), strict=True):
         filled = np.pad(want, [(0, size - kept) for size, kept in zip(g.shape, want.shape, strict=True)])
         np.testing.assert_allclose(g, filled, atol=1e-4 * np.abs(want).max())
-
-
-def test_rope_scaling_keeps_short_and_stretches_long_wavelengths(small):
-    cfg = small(head_dim=64, **{"attention.rope.theta": 500000.0}).model
-    scaled = with_values(cfg, {"attention.rope.scaling": RopeScaling(factor=8.0)})
-    x, at, later = np.ones((1, 1, 1, 64), np.float32), np.array([[100]]), np.array([[800]])
-    rope = jax.jit(lambda cfg, x, at: rotate(rotary(cfg), x, Tokens(at)), static_argnums=0)
-    plain, stretched = rope(cfg, x, at), rope(scaled, x, later)
-    np.testing.assert_allclose(rope(scaled, x, at)[..., 0], plain[..., 0], atol=1e-6)  # the fastest frequency
-    np.testing.assert_allclose(stretched[..., 31], plain[..., 31], atol=1e-6)  # the slowest, eight times as far
 
 
 def test_gelu_rounds_once():

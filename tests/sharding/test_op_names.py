@@ -142,7 +142,7 @@ def test_what_names_say(op_name, phase, parts):
         ("layers/attention/layers/attention/checkpoint/rematted_computation/kind.attention/exp", "layers.attention"),
         ("jit(_train)/jvp(M)/block/attn/block/attn/q_proj/checkpoint/mul", "block.attn.q_proj"),
         ("jit(_train)/jvp(Decoder)/while/body/closed_call/layers/mlp/mlp._router_output/reduce_sum", "layers.mlp"),
-        ("jit(_train)/jvp(Decoder)/layers/mlp/mlp._chosen/shard_map/mlp._highest/top_k", "layers.mlp"),
+        ("jit(_train)/jvp(Decoder)/layers/mlp/mlp._choose_experts/shard_map/mlp._highest/top_k", "layers.mlp"),
         # Two modules of one name, the second below the first.
         ("jit(_train)/jvp(M)/encoder/encoder/layer_0/mul", "encoder.encoder.layer_0"),
     ],

@@ -25,6 +25,12 @@ def test_every_key_comes_back(key):
     assert rules_file.from_dict(values, "here").facts() == rules_file.from_dict(raw, "here").facts()
 
 
+@pytest.mark.parametrize("remat", [{}, {"save": [], "offload": []}])
+def test_rules_that_keep_nothing_come_back_as_such(remat):
+    rules = rules_file.from_dict({"mesh": {"data": 8}, "remat": remat}, "here")
+    assert rules_file.to_dict(rules)["remat"] == rules.remat.policy == "block"
+
+
 def test_what_is_at_its_default_is_left_out():
     raw = {"mesh": {"data": 8}, "rules": {"batch": "data"}, "remat": "none", "microbatches": 1, "dcn": {}}
     assert rules_file.to_dict(rules_file.from_dict(raw, "here")) == {"mesh": {"data": 8}, "rules": {"batch": "data"}}

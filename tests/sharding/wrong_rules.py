@@ -110,6 +110,7 @@ WRONG = {
     # How it runs
     "unknown remat policy": Case(DP + "remat: blocks\n"),
     "remat of nothing": Case(DP + "remat:\n"),
+    "remat of names in quotes": Case(DP + "remat: '{save: [q, k, v], offload: [residual]}'\n"),
     "remat of unknown arrays": Case(DP + "remat: {save: [q, residul, wq, logits, [k]], ofload: [v]}\n"),
     "remat that is no list": Case(DP + "remat: {save: q}\n"),
     "remat that saves and offloads": Case(DP + "remat: {save: [q, k], offload: [k]}\n"),

@@ -119,7 +119,7 @@ def rules_of(layout, repeats=1, remat="block", gather="turn", mesh="", **pipelin
     sizes = raw["pipeline"] | {"repeats": repeats, "gather": gather} | pipeline
     raw = raw | ({"microbatches": 1} if pipeline.get("schedule") == "1f1b" else {})
     raw = raw | {"weights": {"layers": "stage", **raw.get("weights", {})}, "pipeline": sizes, "remat": remat}
-    return rules_file.from_dict(raw, "here.yaml", mesh)
+    return rules_file.from_dict(raw | {"mesh": raw["mesh"] | rules_file.read_sizes(mesh)}, "here.yaml")
 
 
 def model_of(name, layout, repeats, small):

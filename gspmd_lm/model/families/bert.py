@@ -30,7 +30,7 @@ class TextClassifier(Stack):
     @nn.compact
     def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
         """[B, classes], or [B, T, classes], float32. `batch`: see `decoder.Decoder`."""
-        x_BTD, _, keys_BT = embed_tokens(self, self.ends, batch, dropout_key)
+        x_BTD, _, keys_BT = embed_tokens(self, batch, dropout_key)
         return class_scores(self, self.cfg, self.blocks(x_BTD, batch, keys_BT)[0])
 
 

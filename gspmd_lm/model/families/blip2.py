@@ -14,7 +14,7 @@ from gspmd_lm.model.ends import embed_tokens
 from gspmd_lm.model.families import t5, text
 from gspmd_lm.model.families.clip import VisionTower, image_input
 from gspmd_lm.model.families.text import Family
-from gspmd_lm.model.norm import Norm
+from gspmd_lm.model.norm import Norm, same
 from gspmd_lm.model.objectives import Input, Shape
 from gspmd_lm.model.parts.classes import TRANSFORMED
 from gspmd_lm.model.parts.dropout import before_blocks
@@ -43,9 +43,8 @@ class ImageDecoder(Decoder):
         # Prompts stand behind padding.
         places_BT = batch.get(f"{prefix}positions") if "slot" in batch else batch.get(f"{prefix}places")
         first = put_first(rows_BQD, places_BT)
-        x_BTD, table, keys_BT = embed_tokens(
-            self, self.ends, batch, dropout_key, first=put_first(None) if cfg.encoder else first
-        )
+        in_text = same if cfg.encoder else first
+        x_BTD, table, keys_BT = embed_tokens(self, batch, dropout_key, first=in_text)
         if cfg.encoder_config and f"{t5.SOURCE}positions" in batch:
             batch = t5.Encoder(cfg.encoder_config, name="encoder")(batch, table, dropout_key, first)
         return self.decode(x_BTD, table, keys_BT, batch, cache)

@@ -1,6 +1,5 @@
 """CLIP: a text encoder and an image encoder whose outputs are compared (arXiv 2103.00020)."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -13,7 +12,7 @@ from gspmd_lm.model.ends import embed_tokens
 from gspmd_lm.model.families.text import Family, text_inputs
 from gspmd_lm.model.families.vit import PATCHES, encode_image
 from gspmd_lm.model.kernels.context import zigzag_sharded
-from gspmd_lm.model.objectives import Batch, Input, Objective, Shape, output
+from gspmd_lm.model.objectives import Batch, Input, Shape, mean_objective, output
 from gspmd_lm.model.parts.classes import SCORES
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix, weight
@@ -57,7 +56,7 @@ class Towers(Stack):
         """
         cfg, vision = self.cfg, self.cfg.vision_config
         assert cfg.vision and vision
-        x_BTD, _, keys_BT = embed_tokens(self, self.ends, batch, dropout_key)
+        x_BTD, _, keys_BT = embed_tokens(self, batch, dropout_key)
         x_BTD = self.blocks(x_BTD, batch, keys_BT)[0]
         is_text_BT = batch["segment_ids"] > 0
         is_last_BT = is_text_BT & (batch["positions"] == is_text_BT.sum(1, keepdims=True) - 1)
@@ -128,27 +127,9 @@ def _pairs(batch: Batch) -> jax.Array:
     return _holds_pair(batch).sum(dtype=jnp.float32)
 
 
-def _totals_of_pairs(module: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
-    return _sums_of_pairs(module, params, batch, None)._asdict() | {"pairs": _pairs(batch)}
-
-
-def _means_of_pairs(sums: PairSums, count: jax.Array) -> dict[str, jax.Array]:
-    return {
-        "loss": sums.loss / count,
-        "image_of_text": sums.correct_texts / count,
-        "text_of_image": sums.correct_images / count,
-        "pairs": count,
-    }
-
-
-def _scores_of_pairs(totals: Mapping[str, float]) -> dict[str, float]:
-    """The scores of evaluation. They depend on the batch size: each text or image is sought among the whole batch."""
-    count = max(totals["pairs"], 1.0)
-    names = {"loss": "eval_loss", "correct_texts": "eval_image_of_text", "correct_images": "eval_text_of_image"}
-    return {ours: totals[name] / count for name, ours in names.items()} | {"eval_pairs": totals["pairs"]}
-
-
-PAIRS = Objective(lambda shape: {}, _sums_of_pairs, _pairs, _totals_of_pairs, _means_of_pairs, _scores_of_pairs)
+# Scores of evaluation depend on the batch size: each text or image is sought among the whole batch.
+METRICS = {"loss": "loss", "correct_texts": "image_of_text", "correct_images": "text_of_image"}
+PAIRS = mean_objective(lambda shape: {}, _sums_of_pairs, _pairs, "pairs", METRICS)
 FAMILY = Family(
     module=Towers,
     fits=lambda cfg: cfg.vision and not cfg.vision.queries,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -20,7 +19,7 @@ from gspmd_lm.model.families import vit
 from gspmd_lm.model.kernels.attention import OUT, K, Q, TokenPlaces, V, attend_masked, head_numbers
 from gspmd_lm.model.mlp import Mlp
 from gspmd_lm.model.norm import Norm
-from gspmd_lm.model.objectives import Batch, Input, Objective, Shape, output
+from gspmd_lm.model.objectives import Batch, Input, Shape, mean_objective, output
 from gspmd_lm.model.parts.activations import ACTIVATIONS
 from gspmd_lm.model.parts.classes import TRANSFORMED
 from gspmd_lm.model.stack import Stack
@@ -308,25 +307,12 @@ def _objects(batch: Batch) -> jax.Array:
     return _holds_object(batch).sum(dtype=jnp.float32)
 
 
-def _totals_of_masks(module: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
-    return _sums_of_masks(module, params, batch, None)._asdict() | {"objects": _objects(batch)}
-
-
-def _means_of_masks(sums: MaskSums, count: jax.Array) -> dict[str, jax.Array]:
-    return {"loss": sums.loss / count, "iou": sums.iou / count, "objects": count}
-
-
-def _scores_of_masks(totals: Mapping[str, float]) -> dict[str, float]:
-    count = max(totals["objects"], 1.0)
-    return {"eval_loss": totals["loss"] / count, "eval_iou": totals["iou"] / count, "eval_objects": totals["objects"]}
-
-
 def _object_inputs(shape: Shape) -> dict[str, Input]:
     """object [B, T, 16]: 1 for pixels of the object, 0 for others, and -1 for pixels that are not of the image."""
     return {"object": Input((shape.batch, shape.seq, PARTS**2), "float32", "drawn: batch seq pixels")}
 
 
-MASKS = Objective(_object_inputs, _sums_of_masks, _objects, _totals_of_masks, _means_of_masks, _scores_of_masks)
+MASKS = mean_objective(_object_inputs, _sums_of_masks, _objects, "objects", {"loss": "loss", "iou": "iou"})
 FAMILY = dataclasses.replace(
     vit.FAMILY,
     module=Masker,

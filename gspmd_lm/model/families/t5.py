@@ -52,7 +52,7 @@ class Encoder(Stack):
         first: Callable[[jax.Array], jax.Array],
     ) -> tuple[jax.Array, jax.Array | None]:
         """The input of the first block, [B, S, D], and a dropout key for each token."""
-        x_BSD, _, keys_BS = embed_tokens(self, self.ends, source, dropout_key, table, first)
+        x_BSD, _, keys_BS = embed_tokens(self, source, dropout_key, table, first)
         return x_BSD, keys_BS
 
 
@@ -71,7 +71,7 @@ class EncoderDecoder(Decoder):
         `batch` holds memory_segment_ids [B, S] instead of the source.
         """
         cfg = self.cfg
-        x_BTD, table, keys_BT = embed_tokens(self, self.ends, batch, dropout_key)
+        x_BTD, table, keys_BT = embed_tokens(self, batch, dropout_key)
         if f"{SOURCE}positions" in batch:
             assert cfg.encoder_config
             batch = self.encoder(cfg.encoder_config, name="encoder")(batch, table, dropout_key)

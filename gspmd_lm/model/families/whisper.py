@@ -76,7 +76,7 @@ def embed_frames(
     return before_blocks(cfg, x_BSD, source, dropout_key)
 
 
-def _sinusoids(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def _sinusoids(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
     """The values of the table, which training does not change."""
     return sinusoids(jnp.arange(shape[0])[None], shape[1])[0].astype(dtype)
 

@@ -22,7 +22,8 @@ Q = "q: batch seq heads head_dim"
 K = "k: batch kv_seq kv_heads head_dim"
 V = "v: batch kv_seq kv_heads head_dim"
 OUT = "attention_out: batch seq heads head_dim"
-# Of decoded tokens, where they meet the cache. Unless rows name them, they are placed as queries and results are.
+# The queries of decoded tokens, where they meet the cache, and the result. Without rows of their own, they are placed
+# as other queries and results are.
 DECODE_Q, DECODE_OUT = "decode_q: batch seq heads head_dim", "decode_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
 KEY_SEGMENTS = "k: batch kv_seq"  # of keys that are other tokens than the queries
@@ -35,7 +36,7 @@ AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's
 HOPPER = 9, 0
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
-# Of keys, at a time in a backward pass of splash, which holds the gradients of queries once for each block.
+# The blocks of keys that splash takes at once in a backward pass: it holds the gradients of queries for each of them.
 MOST_BLOCKS = 8
 
 
@@ -75,15 +76,12 @@ def attend(
     `documents.runs`. A remat policy that keeps `attention_out` keeps all that a fused kernel's backward pass needs of
     its forward pass.
     """
-    kernel, segments = attention_kernel(), [] if segments_BT is None else [segments_BT]
+    kernel, heads_RN = attention_kernel(), head_numbers(cfg, own_RN)
     if kernel == "xla":
-        tokens, heads_RN = (
-            TokenPlaces(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT),
-            head_numbers(cfg, own_RN),
-        )
-        shards = split("q", "batch").num_shards
-        return shard(attend_masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, heads_RN, cfg, shards), OUT)
-    heads_RN = head_numbers(cfg, own_RN)
+        tokens, shards = TokenPlaces(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT), split("q", "batch")
+        out_BTNH = attend_masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, heads_RN, cfg, shards.num_shards)
+        return shard(out_BTNH, OUT)
+    segments = [] if segments_BT is None else [segments_BT]
     return fused_per_device(q_BTNH, k_BSKH, v_BSKH, heads_RN, *segments, kernel=kernel, cfg=cfg, one_text=one_text)
 
 
@@ -107,7 +105,6 @@ def fused(
     kernel: str,
     cfg: config.ModelConfig,
     one_text: bool = False,
-    interpret: bool = False,
 ) -> jax.Array:
     """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel.
 
@@ -117,9 +114,7 @@ def fused(
     if kernel == "splash":
         from gspmd_lm.model.kernels import splash
 
-        made = splash.kernel(
-            q_BTNH, k_BSKH.shape[1], cfg, residual_checkpoint_name="attention_out", interpret=interpret
-        )
+        made = splash.kernel(q_BTNH, k_BSKH.shape[1], cfg, residual_checkpoint_name="attention_out")
         segments = [x for x in (segments_BT, key_segments_BS) if x is not None]
         both = (segments[0], segments[-1]) if segments else None
         out_BTNH = splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, both)

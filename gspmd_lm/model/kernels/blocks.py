@@ -27,7 +27,6 @@ class Blocks:
 
     kernel: str
     cfg: config.ModelConfig
-    interpret: bool = False
 
     def forward(self, q_BTNH, k_BSKH, v_BSKH, segments: Segments, *, causal: bool) -> tuple[jax.Array, jax.Array]:
         """The result [B, T, N, H] and the logarithm of the softmax sums [B, T, N], both float32."""
@@ -125,8 +124,7 @@ class Blocks:
         from gspmd_lm.model.kernels import splash
 
         cfg = with_values(self.cfg, {"attention.window": 0})
-        options: Any = {"everything": not causal, "interpret": self.interpret}
-        return splash.kernel(q_BTNH, keys, cfg, **options)
+        return splash.kernel(q_BTNH, keys, cfg, everything=not causal)
 
 
 def _pack_documents(segments: Segments, causal: bool) -> Documents | CallRanges | None:

@@ -32,7 +32,7 @@ ALIKE = ("tokens", "block_input", "q", "k", "v", "attention_out")
 
 
 def sequence() -> Split:
-    """How the sequence is split within a block; in one piece where rules split some of its arrays otherwise."""
+    """The split of the sequence within a block; one piece where rules split some of its arrays otherwise."""
     splits = {split(array, "seq") for array in ALIKE}
     return splits.pop() if len(splits) == 1 else Split()
 
@@ -65,7 +65,7 @@ def gathered_early(specs: Sequence[str], arrays: Sequence[jax.Array], tokens: To
 
 
 def _form(over: Split, tokens: Tokens) -> str:
-    """A row that is not in zigzag, such as a prompt, has no order that a ring could go round in: see `attend`.
+    """The form of context parallelism for these tokens. A ring needs rows in zigzag: see `attend`.
 
     Where nothing runs, no row is in zigzag.
     """
@@ -95,7 +95,7 @@ def zigzag_sharded(batch: dict[str, Any], mask: str = "causal") -> dict[str, Any
         return batch
     stacked = "q: whole batch seq"
 
-    def exchanged(x_ABT: jax.Array) -> jax.Array:
+    def exchange_pieces(x_ABT: jax.Array) -> jax.Array:
         """Device i has the pieces 2i and 2i+1; piece p goes to device p or, from p = n on, to 2n-1-p."""
         to = [*range(over.num_shards), *reversed(range(over.num_shards))]
         sent = [
@@ -104,7 +104,7 @@ def zigzag_sharded(batch: dict[str, Any], mask: str = "causal") -> dict[str, Any
         even = jax.lax.axis_index(over.over) % 2 == 0
         return jnp.concatenate([jnp.where(even, *sent), jnp.where(even, *sent[::-1])], axis=-1)
 
-    moved = per_device(exchanged, [stacked], stacked)(jnp.stack([batch[name] for name in names]))
+    moved = per_device(exchange_pieces, [stacked], stacked)(jnp.stack([batch[name] for name in names]))
     places_BT = jnp.broadcast_to(jnp.asarray(zigzag_order(T, over.num_shards), jnp.int32), (B, T))
     return batch | dict(zip(names, moved, strict=True)) | {"places": places_BT}
 
@@ -116,13 +116,12 @@ def attend(
     tokens: Tokens,
     cfg: config.ModelConfig,
     own_RN: jax.Array | None = None,
-    interpret: bool = False,
 ) -> jax.Array:
     """Attention to keys and values that are placed as `keys_spec` says, [B, T, N, H]: see `attention.attend`.
 
-    With a slot, a single token of each row attends to the row's cache. A row that is not in zigzag, such as a prompt,
-    has no order that a ring could go round in: its keys are gathered. Each device may have the keys of whole rows
-    already: see `gathered_early`.
+    With a slot, a single token of each row attends to the row's cache. A ring can go round only in the order of zigzag.
+    So the keys of other rows, such as prompts, are gathered. Each device may have the keys of whole rows already: see
+    `gathered_early`.
     """
     if tokens.slot is not None and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, tokens.slot, tokens.start_B, cfg, own_RN)
@@ -132,7 +131,7 @@ def attend(
     if over.num_shards == 1 or q_BTNH.shape[1] == 1:
         one_text = rows_are_texts(tokens, cfg)
         return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, own_RN, one_text)
-    how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}
+    how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg}
     if form == "ulysses":
         local: Any = functools.partial(_ulysses, **how)
     elif form == "ring":
@@ -158,7 +157,6 @@ def attend_to_memory(
     v_BSKH: jax.Array,
     tokens: Tokens,
     cfg: config.ModelConfig,
-    interpret: bool = False,
 ) -> jax.Array:
     """Cross-attention to the keys of encoder output, [B, T, N, H].
 
@@ -169,15 +167,14 @@ def attend_to_memory(
     heads_RN, kernel = attention.head_numbers(cfg, None), attention_kernel()
     segments = tokens.segments_BT, tokens.memory_segments_BS
     lengths = q_BTNH.shape[1], k_BSKH.shape[1]
-    # Rules have a kernel only where a GPU can do packed documents with it: see `supported.settled`.
+    # Rules have a kernel only where a GPU can do packed documents with it: see `supported.settle_rules`.
     lacks = [attention.unsupported_setting(kernel, cfg, seq=length, segments=True) for length in lengths]
     known = [of for of in segments if of is not None]
     if kernel == "xla" or any(lacks) or len(known) < 2 or split("q", "seq").num_shards > 1:
         at = (jnp.arange(length)[None] for length in lengths)
         queries, keys = (TokenPlaces(*one, None) for one in zip(at, segments, strict=True))
         return shard(attention.attend_masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
-    how: dict[str, Any] = {"kernel": kernel, "cfg": cfg, "interpret": interpret}
-    how["one_text"] = rows_are_texts(tokens, cfg)
+    how: dict[str, Any] = {"kernel": kernel, "cfg": cfg, "one_text": rows_are_texts(tokens, cfg)}
     return attention.fused_per_device(q_BTNH, k_BSKH, v_BSKH, heads_RN, *known, **how)
 
 
@@ -195,20 +192,19 @@ def _repeat_for_query_heads(
     return k_BSNH, v_BSNH
 
 
-def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, zigzag):
+def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, zigzag):
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
-
     gather: Any = functools.partial(_whole, over, zigzag)
+
+    def whole(x_BT: jax.Array) -> jax.Array:
+        return gather(x_BT[None])[0]
+
     if k_BTKH.shape[1] > q_BTNH.shape[1]:
         k_BSKH, v_BSKH = k_BTKH, v_BTKH
     elif k_BTKH.shape == v_BTKH.shape:
         k_BSKH, v_BSKH = gather(jnp.stack([k_BTKH, v_BTKH]))
     else:
-        k_BSKH, v_BSKH = (gather(x_BTKH[None])[0] for x_BTKH in (k_BTKH, v_BTKH))
-
-    def whole(x_BT: jax.Array) -> jax.Array:
-        return gather(x_BT[None])[0]
-
+        k_BSKH, v_BSKH = whole(k_BTKH), whole(v_BTKH)
     T, device = k_BSKH.shape[1], jax.lax.axis_index(over.over)
     places_T = zigzag_order(T, over.num_shards) if zigzag else np.arange(T)
     segments = None if segments_BT is None else (segments_BT, whole(segments_BT))
@@ -216,7 +212,7 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *,
         from gspmd_lm.model.kernels import splash
 
         piece = T // over.num_shards // (2 if zigzag else 1)
-        named: Any = {"residual_checkpoint_name": "attention_out", "interpret": interpret}
+        named: dict[str, Any] = {"residual_checkpoint_name": "attention_out"}
         if cfg.attention.mask == "full":  # the queries of all devices see the same
             made = splash.kernel(q_BTNH, T, cfg, **named)
         else:
@@ -255,24 +251,23 @@ def _apart(over: Split, zigzag: bool, _: None, dx_ABT: jax.Array) -> tuple[jax.A
 _whole.defvjp(lambda over, zigzag, x: (_whole(over, zigzag, x), None), _apart)
 
 
-def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
+def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg):
     """Attention over the whole sequence. Each device computes a part of the heads that it has."""
 
-    def exchanged(x: jax.Array, have: int, want: int) -> jax.Array:
+    def exchange(x: jax.Array, have: int, want: int) -> jax.Array:
         return jax.lax.all_to_all(x, over.over, split_axis=have, concat_axis=want, tiled=True)
 
     def whole(x_BT: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x_BT, over.over, axis=1, tiled=True)
 
-    q_BTNH, k_BSKH, v_BSKH = (exchanged(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
+    q_BTNH, k_BSKH, v_BSKH = (exchange(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
     segments_BT = None if segments_BT is None else whole(segments_BT)
     device = jax.lax.axis_index(over.over)
     own_RN = jax.lax.dynamic_index_in_dim(heads_RN.reshape(len(heads_RN), over.num_shards, -1), device, 1, False)
     if kernel != "xla":
-        fused = functools.partial(attention.fused, kernel=kernel, cfg=cfg, interpret=interpret)
-        out_BTNH = fused(q_BTNH, k_BSKH, v_BSKH, own_RN, segments_BT)
+        out_BTNH = attention.fused(q_BTNH, k_BSKH, v_BSKH, own_RN, segments_BT, kernel=kernel, cfg=cfg)
     else:
         rounded = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
         tokens = TokenPlaces(jnp.arange(q_BTNH.shape[1])[None], segments_BT, rounded)
         out_BTNH = attention.attend_masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, own_RN, cfg)
-    return exchanged(out_BTNH, 1, 2)
+    return exchange(out_BTNH, 1, 2)

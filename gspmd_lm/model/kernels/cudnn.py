@@ -3,7 +3,8 @@
 jax.nn.dot_product_attention has no packed documents and rounds the sums to bfloat16. Its own function below that,
 jax._src.cudnn, has both. But up to jax 0.10.2 it reads the wrong keys of packed documents if keys have fewer heads than
 queries (jax-ml/jax#39521), and it asks the GPU at hand what the kernel may do, also where a program is compiled for
-another one. So its two primitives, which are cuDNN's calls, are used here. `attention.unsupported` says what they lack.
+another one. So its two primitives, which are cuDNN's calls, are used here. `attention.unsupported_setting` says what
+they lack.
 """
 
 import functools
@@ -51,9 +52,9 @@ def forward(
     def add(results: Any, part: CallRanges) -> Any:
         (out_BTNH, sums_DNT), queries = call(part=part, is_training=True), part.queries
         # Without a document, any sum will do.
-        document_BT, place_BT = (_of(queries, x, jnp.int32(0)) for x in (queries.of_BT, queries.place_BT))
+        document_BT, place_BT = (_select(queries, x, jnp.int32(0)) for x in (queries.of_BT, queries.place_BT))
         lse_BTN = sums_DNT[document_BT, :, place_BT]
-        return _of(queries, out_BTNH, results[0]), _of(queries, lse_BTN, results[1])
+        return _select(queries, out_BTNH, results[0]), _select(queries, lse_BTN, results[1])
 
     start = jnp.zeros_like(q_BTNH), jnp.full(q_BTNH.shape[:3], _UNSEEN, jnp.float32)
     out_BTNH, lse_BTN = each(packed, add, start)
@@ -82,11 +83,11 @@ def backward(
 
     def add(gradients: Any, part: CallRanges) -> Any:
         queries, D = part.queries, len(part.queries.lengths)
-        to = _of(queries, queries.of_BT, jnp.int32(D))  # beyond the end: it is not set
+        to = _select(queries, queries.of_BT, jnp.int32(D))  # beyond the end: it is not set
         sums_DNT = jnp.zeros((D, q_BTNH.shape[2], q_BTNH.shape[1]), jnp.float32)
         sums_DNT = sums_DNT.at[to, :, queries.place_BT].set(lse_BTN, mode="drop")
         new = call((sums_DNT, *after), part)
-        return tuple(map(_of, (queries, part.keys, part.keys), new, gradients))
+        return tuple(map(_select, (queries, part.keys, part.keys), new, gradients))
 
     dq, dk, dv = each(packed, add, tuple(jnp.zeros_like(x) for x in qkv))
     return dq, dk, dv[..., :width]
@@ -101,7 +102,7 @@ def _check(cfg: config.ModelConfig, seq: int, packed: bool) -> None:
         raise InputError(f"attention by cuDNN on {device_kind()} cannot do {reason}\n  fix   attention: {{gpu: xla}}")
 
 
-def _of(ranges: Ranges, new: jax.Array, old: jax.Array) -> jax.Array:
+def _select(ranges: Ranges, new: jax.Array, old: jax.Array) -> jax.Array:
     """`new` for tokens of these documents, and `old` for others, whose results the kernel does not write."""
     if ranges.mine_BT is None:
         return new
@@ -145,7 +146,7 @@ def _call(
 
 
 def _one_by_one(primitive: Any, arrays: Any, axes: Any, **options: Any) -> tuple[list[jax.Array], list[int]]:
-    """What `jax.vmap` makes of a primitive, for which jax has no rule: a call for each element.
+    """The results of a primitive under `jax.vmap`, for which jax has no rule: there is a call for each element.
 
     The replicas of data parallelism are such a dimension while gradients of microbatches are added up, and so are the
     stages of a pipeline. A device has one element of it.
@@ -166,7 +167,7 @@ for _primitive in (kernels._dot_product_attention_fwd_p, kernels._dot_product_at
 
 
 def _lengths_and_begins(ranges: Ranges, x_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How long documents are, and with which number of the array they begin, in the shapes of jax's primitives.
+    """The lengths of documents, and where they begin, in numbers of the array and in the shapes of jax's primitives.
 
     These have a row of D / B documents for each row of tokens, and of one more where they begin. cuDNN itself takes D
     and D + 1 of them, one after the other.

@@ -57,7 +57,7 @@ def runs(segments_BT: jax.Array, key_segments_BS: jax.Array | None = None, one_t
     of_BT = jnp.cumsum(change_BT.ravel(), dtype=jnp.int32).reshape(B, T) - 1
     size = _at_once(B, T) + 1 + (0 if one_text else B * T)
     begins = jnp.nonzero(change_BT.ravel(), size=size, fill_value=B * T)[0].astype(jnp.int32)
-    place_BT, total = _count_documents(B, T) - begins[of_BT], None if one_text else of_BT[-1, -1] + 1
+    place_BT, total = _number_tokens(B, T) - begins[of_BT], None if one_text else of_BT[-1, -1] + 1
     numbers = None if key_segments_BS is None else (segments_BT, key_segments_BS)
     return Documents(of_BT, place_BT, begins, total, numbers)
 
@@ -75,9 +75,8 @@ def shared_documents(segments_BT: jax.Array, key_segments_BS: jax.Array) -> Call
         of_BT = jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], mine_BT.shape)
         # cuDNN's call is for two documents of a row at least.
         begins = jnp.pad(begins_B, (0, B + 1), constant_values=B * T)
-        return Ranges(
-            mine_BT > 0, of_BT, _count_documents(B, T) - begins_B[:, None], begins, jnp.pad(lengths_B, (0, B))
-        )
+        place_BT = _number_tokens(B, T) - begins_B[:, None]
+        return Ranges(mine_BT > 0, of_BT, place_BT, begins, jnp.pad(lengths_B, (0, B)))
 
     return CallRanges(ranges(first_BT), ranges(last_BS))
 
@@ -114,7 +113,7 @@ def _with_keys(queries: Ranges, numbers_BT: jax.Array, numbers_BS: jax.Array) ->
     lengths_D, first_D = of_DS.sum(1, dtype=jnp.int32), row_D * S + jnp.argmax(of_DS, axis=1).astype(jnp.int32)
     of_BS = jnp.full((B, S), D, jnp.int32).at[row_D].min(jnp.where(of_DS, jnp.arange(D, dtype=jnp.int32)[:, None], D))
     begins = jnp.pad(first_D, (0, 1), constant_values=B * S)
-    keys = Ranges(of_BS < D, of_BS, _count_documents(B, S) - begins[of_BS], begins, lengths_D)
+    keys = Ranges(of_BS < D, of_BS, _number_tokens(B, S) - begins[of_BS], begins, lengths_D)
     reads_D = lengths_D > 0
     mine_BT = reads_D[jnp.clip(queries.of_BT, 0, D - 1)]
     if queries.mine_BT is not None:
@@ -123,8 +122,10 @@ def _with_keys(queries: Ranges, numbers_BT: jax.Array, numbers_BS: jax.Array) ->
 
 
 def _at_once(B: int, T: int) -> int:
+    """The documents that one call computes, of rows [B, T]."""
     return B * min(max(FEWEST, T // TOKENS_OF_ONE), MOST)
 
 
-def _count_documents(B: int, T: int) -> jax.Array:
+def _number_tokens(B: int, T: int) -> jax.Array:
+    """[B, T]: the number of each token, counted through all rows."""
     return jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)

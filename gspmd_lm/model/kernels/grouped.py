@@ -67,7 +67,7 @@ def _scales(rows, w, sizes_E: jax.Array, transposed: bool) -> grouped_gpu.Scales
 
 
 def expert_rows(b_EF: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
-    """What the expert of each row has in `b_EF`, [M, F]; zeros for rows without an expert."""
+    """[M, F]: for each row, that of its expert in `b_EF`; zeros for rows without an expert."""
     return jnp.einsum("ME,EF->MF", hot(sizes_E, rows, b_EF.dtype), b_EF, precision="highest")
 
 

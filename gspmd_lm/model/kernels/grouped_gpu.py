@@ -219,7 +219,7 @@ def _both(one: Mask, other: Mask) -> Mask:
 
 
 def _load(ref: Any, mask: Mask) -> jax.Array:
-    """What `ref` names, with zeros outside of the mask, which has as many dimensions."""
+    """The values that `ref` names; zeros outside of the mask, which has as many dimensions."""
     from jax.experimental.pallas import triton
 
     return triton.load(ref, mask=mask, other=None if mask is None else 0.0)

@@ -36,7 +36,7 @@ class _Part(NamedTuple):
         return _Part(mine * self.out_BTNH + others * other.out_BTNH, total_BTN)
 
 
-def attend(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
+def attend(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg):
     """Attention of a device's queries to all keys before them, [B, T, N, H]."""
     del heads_RN, positions_BT  # alibi and sinks are refused
     everyone = None
@@ -44,7 +44,7 @@ def attend(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, 
         everyone = jax.lax.all_gather(segments_BT, over.over)  # [devices, B, T]: small beside keys
     if kernel == "splash":  # which leaves the scale to its caller: queries are scaled once, not in each turn
         q_BTNH, cfg = q_BTNH * scores_scale(cfg), with_values(cfg, {"attention.scale": 1.0})
-    return _ring(over, Blocks(kernel, cfg, interpret), q_BTNH, k_BTKH, v_BTKH, everyone)
+    return _ring(over, Blocks(kernel, cfg), q_BTNH, k_BTKH, v_BTKH, everyone)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -71,7 +71,7 @@ def kernel(
     piece: int = 0,
     devices: int = 1,
     everything: bool = False,
-    **options: Any,
+    residual_checkpoint_name: str | None = None,
 ) -> Any:
     """The kernel for the heads of `q_BTNH` and queries of all `devices`, which are at `places_T` in the text.
 
@@ -99,7 +99,7 @@ def kernel(
         head_shards=1,
         q_seq_shards=devices,
         attn_logits_soft_cap=cfg.attention.softcap or None,
-        **options,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
 
 
@@ -190,13 +190,13 @@ def backward(
     def chunk(dq_BNTH: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         number, k_BKSH, v_BKSH, *ids_BS = inputs
 
-        def of_chunk(x: jax.Array) -> jax.Array:
+        def take_chunk(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, number * at_once, at_once, axis=2)
 
         # Keys are counted from the first one of the chunk.
         places = None if table.q_sequence is None else table.q_sequence - number * at_once * block
         part = table._replace(
-            data_next=of_chunk(table.data_next), block_mask=of_chunk(table.block_mask), q_sequence=places
+            data_next=take_chunk(table.data_next), block_mask=take_chunk(table.block_mask), q_sequence=places
         )
 
         def one(q, k, v, out, lse, dout, *ids):

@@ -18,11 +18,11 @@ def gelu(x: jax.Array) -> jax.Array:
     """
 
     @recomputed
-    def computed(x: jax.Array) -> jax.Array:
+    def compute(x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         return (0.5 * wide * (1 + erf(math.sqrt(0.5) * wide))).astype(x.dtype)
 
-    return computed(x)
+    return compute(x)
 
 
 ACTIVATIONS: dict[str, Change] = {

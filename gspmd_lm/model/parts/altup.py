@@ -48,11 +48,11 @@ class AltUp(nn.Module):
         parts_UBT = jnp.einsum("BTM,UM->UBT", self._features(x_MBTD[0]), use(self.altup_predict))
 
         @recomputed
-        def predicted(x_MBTD: jax.Array, parts_UBT: jax.Array) -> jax.Array:
+        def predict(x_MBTD: jax.Array, parts_UBT: jax.Array) -> jax.Array:
             exact_MBTD, parts_MMBT1 = x_MBTD.astype(jnp.float32), parts_UBT.reshape(M, M, *parts_UBT.shape[1:], 1)
             return (exact_MBTD + (parts_MMBT1 * exact_MBTD).sum(1)).astype(x_MBTD.dtype)
 
-        return like(predicted(x_MBTD, parts_UBT), STREAMS)
+        return like(predict(x_MBTD, parts_UBT), STREAMS)
 
     def after(self, predicted_MBTD: jax.Array, x_BTD: jax.Array, input_BTY: jax.Array | None) -> jax.Array:
         """All streams after the block, whose output is `x_BTD`. `input_BTY`: the tokens' embeddings for this layer."""
@@ -60,11 +60,11 @@ class AltUp(nn.Module):
         parts_MBT = jnp.einsum("BTM,UM->UBT", self._features(x_BTD), use(self.altup_correct))
 
         @recomputed
-        def corrected(predicted_MBTD: jax.Array, x_BTD: jax.Array, parts_MBT: jax.Array) -> jax.Array:
+        def correct(predicted_MBTD: jax.Array, x_BTD: jax.Array, parts_MBT: jax.Array) -> jax.Array:
             change_BTD = (x_BTD - predicted_MBTD[0]).astype(jnp.float32)
             return predicted_MBTD + ((1 + parts_MBT)[..., None] * change_BTD).astype(x_BTD.dtype)
 
-        streams_MBTD = corrected(predicted_MBTD, x_BTD, parts_MBT)
+        streams_MBTD = correct(predicted_MBTD, x_BTD, parts_MBT)
         if input_BTY is not None:
             first_BTD = streams_MBTD[0] * use(self.altup_scale)
             gate_BTY = jnp.einsum("BTD,DY->BTY", first_BTD, use(self.layer_gate))
@@ -142,9 +142,8 @@ class LayerInputs(nn.Module):
         inward = matrix(self, "layer_in", "layers embed layer_embed", (L, cfg.embed, Y), cfg)
         made_LBTY = jnp.einsum("BTD,LDY->LBTY", x_BTD, use(inward)) * jnp.asarray(cfg.embed**-0.5, x_BTD.dtype)
         made_LBTY = Norm(cfg, "layer_embed", name="norm")(like(made_LBTY, INPUTS))
-        return like(
-            (made_LBTY + found_LBTY * jnp.asarray(Y**0.5, x_BTD.dtype)) * jnp.asarray(0.5**0.5, x_BTD.dtype), INPUTS
-        )
+        sum_LBTY = made_LBTY + found_LBTY * jnp.asarray(Y**0.5, x_BTD.dtype)
+        return like(sum_LBTY * jnp.asarray(0.5**0.5, x_BTD.dtype), INPUTS)
 
 
 class Streams(nn.Module):

@@ -59,9 +59,7 @@ def both(cfg, place, qkv, weigh, batch, own_RN=None):
             batch = context.zigzag_sharded(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))}, cfg.attention.mask)
             order = batch.get("places", batch["at"])[0]
             back = jnp.argsort(order)
-            function = functools.partial(
-                context.attend, tokens=Tokens.from_batch(batch), cfg=cfg, own_RN=own_RN, interpret=True
-            )
+            function = functools.partial(context.attend, tokens=Tokens.from_batch(batch), cfg=cfg, own_RN=own_RN)
             out, pull = jax.vjp(function, *(x[:, order] for x in qkv))
             found = (out, *pull(weigh[:, order]))
             return [x[:, back] for x in found], batch["at"]
@@ -145,10 +143,8 @@ VECTORS = {"attention.relative_vectors": config.RelativeVectors(ranges=8, distan
 def test_a_full_mask_and_what_depends_on_distance_are_right_over_a_split_sequence(form, changes, ranges):
     """Under vectors, heads have the queries and the keys of 8 ranges, of 8 numbers each."""
     (q, k, v), weigh, batch = arrays(2, 32, 8)
-    cfg, own_RN = (
-        settings(8, **{"attention.mask": "full"}, **changes),
-        np.random.default_rng(7).standard_normal((ranges, N), np.float32),
-    )
+    cfg = settings(8, **{"attention.mask": "full"}, **changes)
+    own_RN = np.random.default_rng(7).standard_normal((ranges, N), np.float32)
     scales_K1 = np.arange(1, cfg.kv_heads + 1, dtype=np.float32)[:, None]
     k, v = (np.repeat(x, cfg.kv_heads // K, axis=2) * scales_K1 for x in (k, v))
     want, (got, at) = both(cfg, placement(form), (q, k, v), weigh, batch, own_RN if ranges else None)

@@ -266,9 +266,7 @@ def test_what_another_stack_made_is_read_as_xla_reads_it(kernel, calls, monkeypa
 
     def found(kernel):
         with placed_by(placement("gather", kernel, 1)):
-            out, pull = jax.vjp(
-                functools.partial(context.attend_to_memory, tokens=tokens, cfg=cfg, interpret=True), *qkv
-            )
+            out, pull = jax.vjp(functools.partial(context.attend_to_memory, tokens=tokens, cfg=cfg), *qkv)
             return out, *pull(weigh)
 
     with jax.default_matmul_precision("highest"):

@@ -63,7 +63,7 @@ def test_a_split_sequence_gives_the_same_results_and_gradients(form, kernel, T, 
             *qkv, sinks_N = arguments
             tokens = Tokens.from_batch(batch)
             out, pull = jax.vjp(
-                lambda q, k, v, sinks_N: context.attend(q, k, v, tokens, cfg, sinks_N, interpret=True),
+                lambda q, k, v, sinks_N: context.attend(q, k, v, tokens, cfg, sinks_N),
                 *(x[:, order] for x in qkv), sinks_N,
             )  # fmt: skip
             *found, dsinks_N = (out, *pull(weigh[:, order]))
