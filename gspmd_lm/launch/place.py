@@ -143,7 +143,7 @@ def start(command: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
 def with_cache(job: Job) -> list[str]:
     """The flags of train with the workdir, and with a place beside it for compiled programs: new hosts start warm."""
     flags = [*job.arguments, f"--workdir={job.workdir}"]
-    if not any(flag.lstrip("-").startswith("compile_cache") for flag in flags):
+    if not any(flag.lstrip("-").replace("-", "_").startswith("compile_cache") for flag in flags):
         flags.append(f"--compile_cache={job.workdir.rstrip('/').rpartition('/')[0]}/compiled")
     return flags
 
