@@ -180,7 +180,8 @@ class Launch:
     def _attempt(self) -> tuple[int | None, Path]:
         """The exit code of the next attempt, None if its processes are out of sight; and the folder of its logs."""
         if not self._record.is_open:
-            number = 1 + max([self._record.attempt, *(int(one.name) for one in self.folder.iterdir() if one.name.isdecimal())])
+            earlier = [int(one.name) for one in self.folder.iterdir() if one.name.isdecimal()]
+            number = 1 + max([self._record.attempt, *earlier])
             self._record = Record(self._record.token, number, self.place.lasts, self.job.train)
             self._save_record()
         folder = self.folder / str(self._record.attempt)

@@ -423,8 +423,9 @@ class _Training:
     def _say_how_it_ended(self) -> None:
         run, train, best = self.run, self.config, self.best
         if self.interrupted:
-            run.has_work_left = self.done < self.stop and not self._ends_early
-            self.say(f"stopped at step {self.done} on request; the same command goes on from there")
+            run.has_work_left = self.done < self.stop
+            then = "the same command goes on from there" if run.has_work_left else "it is the last, and not evaluated"
+            self.say(f"stopped at step {self.done} on request; {then}")
         elif self._ends_early:
             self.say(
                 f"stopped early at step {self.done}: the last {best.since} evaluations were not better (train.patience)"
