@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import filelock
 import fsspec
@@ -245,12 +246,10 @@ def test_on_a_store_a_run_that_was_stopped_for_long_looks_at_its_lock_before_it_
             held.check()
 
 
-def test_on_a_store_that_does_not_answer_nobody_loses_a_lock(store, clock, monkeypatch):
-    def fail(*_):
-        raise OSError("no route to host")
-
+@pytest.mark.parametrize("error", [OSError, RuntimeError])  # stores raise others, too
+def test_on_a_store_that_does_not_answer_nobody_loses_a_lock_and_a_run_may_end(store, clock, monkeypatch, error):
     with lock._Beating(URL, print) as held:
-        monkeypatch.setattr(held.store, "cat_file", fail)
+        monkeypatch.setattr(held.store, "cat_file", Mock(side_effect=error("no route to host")))
         clock.now_s = 100.0
         held.check()
         assert not held.lost
