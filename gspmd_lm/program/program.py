@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from gspmd_lm.hardware.chips import Processor
@@ -132,6 +133,15 @@ class TaskProgram(ShardedProgram):
         """What evaluation adds up over batches."""
         with self.trace_under():
             return self.task.totals(params, batch)
+
+
+def add_totals(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
+    """The sums of the totals of batches, in float64: numbers, and arrays of the totals that are arrays."""
+    sums: dict[str, Any] = {}
+    for of_batch in totals:
+        for name, total in jax.device_get(of_batch).items():
+            sums[name] = sums.get(name, 0.0) + np.float64(total)
+    return sums
 
 
 def place_shapes(shapes: Any, shardings: Any) -> Any:

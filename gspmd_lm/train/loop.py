@@ -19,6 +19,7 @@ from gspmd_lm.data.ahead import AheadLoader
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.errors import InputError, RunFailed, StoreFailed
+from gspmd_lm.program.program import add_totals
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.endings import StopSignal
 from gspmd_lm.runtime.preemption import Agreement
@@ -209,7 +210,7 @@ class Run:
                 yield program(params, batch)  # it is read before the next one is asked for
                 beat()
 
-        values = self.step.task.evaluation_values(progress.add_totals(totals()))
+        values = self.step.task.evaluation_values(add_totals(totals()))
         self.say(f"step {step}: held-out {progress.scores(values)}")
         return values
 
