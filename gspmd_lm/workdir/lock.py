@@ -4,10 +4,12 @@ Whatever ends a process, the process gives the lock back first, unless it is kil
 
 On a file system this is the system's own lock, which ends with the process that holds it. An object store has no locks.
 There it is an object that can be created only if it does not exist, and that its holder rewrites as long as it lives.
+A file system without locks has such an object, too.
 """
 
 import contextlib
 import datetime
+import errno
 import functools
 import json
 import os
@@ -52,17 +54,18 @@ def hold(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
         with _Beating(f"{workdir}/{HOLDER}", say) as beating:
             yield beating.check
         return
-    lock = filelock.FileLock(workdir / LOCK, thread_local=False)  # any thread may end this process, and give it back
+    # Any thread may end this process, and give the lock back. A soft lock of a host that is lost would never be free.
+    lock = filelock.FileLock(workdir / LOCK, thread_local=False, fallback_to_soft=False)
     holder = Path(workdir / HOLDER)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout as error:
         raise already_running(workdir, _read(holder)) from error
-    except NotImplementedError:  # filelock before version 4 gives up on a file system without locks
-        with _Beating(str(holder.absolute()), say) as beating:
-            yield beating.check
-        return
     except OSError as error:
+        if error.errno == errno.ENOSYS:  # a file system without locks, such as Lustre without its option flock
+            with _Beating(str(holder.absolute()), say) as beating:
+                yield beating.check
+            return
         raise InputError(f"{workdir}: cannot be written in ({files.reason(error)})\n  fix   --workdir=DIR") from error
 
     def give_back() -> None:
