@@ -99,7 +99,7 @@ def replaceable(path: Path) -> bool:
 
 @contextlib.contextmanager
 def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
-    """A context whose system errors name `path` if they name no file (a full disk), or a file of `partial`."""
+    """A context in which system errors name `path` in place of no file, as on a full disk, or of one in `partial`."""
     try:
         yield
     except OSError as error:

@@ -120,7 +120,7 @@ def _begins(cfg: configs.ModelConfig, start_B: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Forward(ShardedProgram):
-    """The part that all programs without a backward pass share."""
+    """A program without a backward pass."""
 
     @functools.cached_property
     def placement(self) -> MeshPlacement:
@@ -151,7 +151,7 @@ class GenerationPrograms(Forward):
     """
 
     sizes: Sizes
-    unrolled: bool = False  # layers one after the other, not in a loop, with weights of their own: see `unstacked`
+    unrolled: bool = False  # layers one after the other, not in a loop, with weights of their own: see `unstack_layers`
     processors: Processors | None = None  # of logits, before a token is chosen
 
     @property
@@ -188,7 +188,7 @@ class GenerationPrograms(Forward):
 
     @functools.cached_property
     def abstract_unstacked(self) -> Any:
-        """The shapes and shardings of the weights that `unstacked` returns."""
+        """The shapes and shardings of the weights that `unstack_layers` returns."""
         if not self.unrolled:
             return self.abstract_params
         return abstract_weights(parameters(self.model), self.placement, self.model)
@@ -308,7 +308,7 @@ class GenerationPrograms(Forward):
         return NamedSharding(self.mesh, PartitionSpec(tuple(axes)))
 
     def _text_tokens(self, prompts: Prompts) -> jax.Array:
-        """What the slots of each prompt hold of its text. An image, and what an encoder reads, are no part of it."""
+        """The tokens of each text that prefill has seen, by slot. An image or a source is no part of the text."""
         slots_T, start_token = jnp.arange(self.sizes.prompt), family(self.model).start_token(self.model)
         if start_token is not None:
             alone_T = jnp.where(slots_T == self.sizes.prompt - 1, jnp.int32(start_token), EMPTY)

@@ -33,7 +33,7 @@ class ShardedProgram:
 
     @functools.cached_property
     def placement(self) -> MeshPlacement:
-        """What answers the questions of the model."""
+        """The placement of arrays, which the model asks for."""
         return MeshPlacement(self.rules, self.mesh)
 
     @functools.cached_property
@@ -43,17 +43,17 @@ class ShardedProgram:
 
     @property
     def asked(self) -> Pass:
-        """What the program asks of attention, if it is the decoder's."""
+        """The requirements of the program on attention; only those of the decoder have any."""
         raise NotImplementedError
 
     @property
     def program_kinds(self) -> tuple[str, ...]:
-        """What it has compiler options of its own for: see `compiler.options`."""
+        """The kinds of the program that have compiler options of their own: see `compiler.options`."""
         raise NotImplementedError
 
     @property
     def processor(self) -> Processor:
-        """What decides which kernels the devices can run."""
+        """The processor of the devices, which decides which kernels they can run."""
         return meshes.processor(self.mesh.devices.flat[0])
 
     @property
@@ -63,7 +63,7 @@ class ShardedProgram:
 
     @property
     def choices(self) -> list[str]:
-        """What a run says before it starts: how attention is computed, products of 8 bits, and how tokens travel."""
+        """The lines of a run before it starts: how attention is computed, products of 8 bits, how tokens travel."""
         operands = matmul_operands(self.config, self.rules, self.processor) if self.config else ""
         rounds = expert_rounds(self.config, self.rules) if self.config else ""
         named = ("attention", self.attention), ("matmuls", operands), ("experts", rounds)
@@ -130,7 +130,7 @@ class TaskProgram(ShardedProgram):
         }
 
     def evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        """What evaluation adds up over batches."""
+        """The totals of a batch, which evaluation adds up."""
         with self.trace_under():
             return self.task.totals(params, batch)
 

@@ -61,13 +61,12 @@ class Task:
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]] | None = None  # totals; None: the sums and the count
     metrics: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None  # (sums, count, step) -> means
     scores: Callable[[Mapping[str, float]], dict[str, float]] | None = None  # totals -> eval_...; None: of each a mean
-    partition: Callable[[Any], tuple[Any, Any]] = (
-        of_flax.split_trained
-    )  # into what gradients leave and what they change
-    # (what gradients leave, sums) -> the same parameters after the step, for those that change by another rule.
+    # Parameters -> those that gradients do not change, and those that they change.
+    partition: Callable[[Any], tuple[Any, Any]] = of_flax.split_trained
+    # (those that gradients do not change, sums) -> these parameters after the step, if they change by another rule.
     moved: Callable[[Any, Any], Any] | None = None
     generation: Generation | None = None  # how it writes tokens: for `gspmd_lm.load_task(...).generate`
-    random: bool = False  # whether training gives `sums` a key, another one in each step: see `draws`
+    random: bool = False  # whether training gives `sums` a random key, a new one in each step: see `draws`
     seed: int = 0
     matmul_precision: str = "default"
     compute_dtype: str = "float32"  # of activations
@@ -119,7 +118,7 @@ class Task:
 
     @property
     def batch_size(self) -> tuple[int, str]:
-        """What speeds count of a batch: so many tokens, or rows where the task does not say how many tokens it has."""
+        """The size of a batch, for speeds: in tokens, or in rows if the task does not say how many tokens it has."""
         return (self.tokens, "tokens") if self.tokens else (self.rows, "rows")
 
     @functools.cached_property
@@ -129,7 +128,7 @@ class Task:
 
     @functools.cached_property
     def records(self) -> list[tuple[int, Recorder]]:
-        """What the model placed in batches of so many rows, the last first: `train.state.recorded` keeps it here."""
+        """Numbers of rows, and what the model places in such a batch; `train.state.record_arrays` keeps both here."""
         return []
 
     @functools.cached_property
@@ -152,7 +151,7 @@ class Task:
 
     @property
     def draws(self) -> bool:
-        """Whether training gives the model a key, another one in each step."""
+        """Whether training gives the model a random key, a new one in each step."""
         return self.random or self._initial[2]
 
     def _init(self, key: jax.Array) -> Any:
@@ -251,11 +250,11 @@ class Task:
         return logits_BV.astype(jnp.float32), jax.tree.map(jnp.asarray, state)
 
     def _placing(self, params: Any, batch: Batch) -> Any:
-        """A call of all functions that place arrays."""
+        """Calls all functions of the task that place arrays."""
         return self.summed(params, batch, None), self.generation and self.first_tokens(params, batch)
 
     def first_tokens(self, params: Any, batch: Batch) -> Any:
-        """What generation gives first, and after the token 0 of each row."""
+        """The first logits and state of generation, and those after token 0 in each row."""
         logits_BV, state = self.begin_generation(params, batch)
         return logits_BV, self.extend_generation(params, state, jnp.zeros(_rows(batch), jnp.int32))
 
@@ -283,7 +282,7 @@ class Task:
         return self.count(batch) if self.count else jnp.asarray(_rows(batch), jnp.float32)
 
     def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        """What evaluation adds up over batches."""
+        """The totals of a batch, which evaluation adds up."""
         if self.evaluate:
             return self._call_model(self.evaluate, params, batch)
         sums, state = self.summed(params, batch, None, training=False)
