@@ -47,8 +47,8 @@ def hold(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
     A lock that a dead process left is taken over, and `say` is told so. On an object store a start waits until the lock
     is stale, so that a job may be started again at once.
 
-    Raises InputError if another run holds the lock, with its process, its host and the time since when. The check
-    raises RunFailed if the lock was lost.
+    Raises InputError if another run holds the lock, with its process, its host and the time since when, and RunFailed
+    if the disk is full. The check raises RunFailed if the lock was lost.
     """
     if files.is_remote(workdir):
         with _Beating(f"{workdir}/{HOLDER}", say) as beating:
@@ -66,7 +66,7 @@ def hold(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
             with _Beating(str(holder.absolute()), say) as beating:
                 yield beating.check
             return
-        raise InputError(f"{workdir}: cannot be written in ({files.reason(error)})\n  fix   --workdir=DIR") from error
+        raise _unwritable(workdir, error, "written in") from error
 
     def give_back() -> None:
         with contextlib.suppress(OSError):  # what the folder does not let the run write is said by the run
@@ -85,7 +85,7 @@ def exclusive(workdir: epath.Path, is_main: bool, say: Say) -> Iterator[Callable
     """A context in which a workdir exists and this run alone writes to it. Gives the check of `hold`.
 
     The first process alone holds the lock. A folder that was made here and stayed empty is removed again. Raises
-    InputError if the folder cannot be made, or if another run writes to it.
+    InputError if the folder cannot be made, or if another run writes to it, and RunFailed if the disk is full.
     """
     path = Path(workdir)
     if not files.is_remote(workdir) and path.is_symlink() and not path.exists():
@@ -99,7 +99,7 @@ def exclusive(workdir: epath.Path, is_main: bool, say: Say) -> Iterator[Callable
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{workdir}: cannot be written ({files.reason(error)})\n  fix   --workdir=DIR") from error
+        raise _unwritable(workdir, error, "written") from error
     with hold(workdir, say) as check:
         try:
             yield check
@@ -125,6 +125,13 @@ def already_running(workdir: object, holder: dict[str, Any] | None) -> InputErro
     """The error for a second run."""
     who = _describe_holder(holder) if holder else "another process"
     return InputError(f"{workdir}: {who} is writing there\n  fix   wait for it or stop it, or give another --workdir")
+
+
+def _unwritable(workdir: epath.Path, error: OSError, what: str) -> InputError | RunFailed:
+    """The error for a folder in which nothing can be written. On a full disk, a later start may find room."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunFailed(f"{workdir}: {files.reason(error)}\n  fix   make room there, then start the same command")
+    return InputError(f"{workdir}: cannot be {what} ({files.reason(error)})\n  fix   --workdir=DIR")
 
 
 def _me() -> dict[str, Any]:

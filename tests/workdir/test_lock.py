@@ -82,6 +82,14 @@ def test_a_workdir_that_is_gone_is_said_and_leaving_it_hides_no_error(tmp_path, 
     assert str(error.value).startswith(said)
 
 
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, RunFailed), (errno.EACCES, InputError)])
+@pytest.mark.parametrize("place", ["os.makedirs", "filelock.FileLock.acquire"])
+def test_a_start_on_a_full_disk_may_be_tried_again(tmp_path, monkeypatch, place, number, kind):
+    monkeypatch.setattr(place, Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(kind, match=os.strerror(number)), lock.exclusive(epath.Path(tmp_path / "run"), True, print):
+        pass
+
+
 @pytest.fixture
 def store(monkeypatch):
     """An object store in memory whose locks beat fast."""
