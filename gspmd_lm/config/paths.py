@@ -103,12 +103,16 @@ def found_file(name: str, folder: str) -> Path | None:
     return next((path for path in candidates if os.path.isfile(path)), None)
 
 
-def find_file(name: str, folder: str) -> Path:
-    """The path of the file `name`, which may leave out .yaml.
+def find_file(name: str, folder: str) -> "Path | epath.Path":
+    """The path of the file `name`, which may leave out .yaml, or may be an address such as gs://bucket/config.yaml.
 
     It is looked up as given, then in `folder` of the working directory, of the checkout and of the wheel. Raises
-    InputError with the nearest known name.
+    InputError with the nearest known name. An address is not looked up.
     """
+    if "://" in name:
+        from etils import epath
+
+        return epath.Path(name)
     if found := found_file(name, folder):
         return found
     shipped = known_names(folder)
