@@ -22,8 +22,8 @@ def read_text(path: "Path | epath.Path") -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (OSError, ImportError) as error:  # an address may need a package that is not installed
+        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 def cache_folder(name: str) -> Path:

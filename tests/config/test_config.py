@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 from etils import epath
@@ -147,6 +148,10 @@ def test_a_config_in_a_bucket_is_read_there(load, monkeypatch):
     place = "gs://bucket/run/config.yaml"
     monkeypatch.setattr(type(epath.Path(place)), "read_text", lambda path, encoding: {place: RIGHT}[str(path)])
     assert config.load(place).model == load().model
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(InputError, match=r"config\.yaml: cannot be read \(.*install gcsfs"):
+        config.load(place)
 
 
 def test_names_are_found_from_any_folder(tmp_path, monkeypatch):
