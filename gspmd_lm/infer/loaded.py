@@ -31,7 +31,7 @@ Batch = Mapping[str, Any]
 
 
 class Continuation(str):
-    """What a model wrote after a prompt."""
+    """The text that a model wrote after a prompt."""
 
     prompt: str
 
@@ -46,7 +46,7 @@ class Continuation(str):
 
 
 class Continuations(list[Continuation]):
-    """What a model wrote after several prompts, in their order."""
+    """The texts that a model wrote after several prompts, in their order."""
 
     def _repr_html_(self) -> str:
         return "<hr>".join(text._repr_html_() for text in self)

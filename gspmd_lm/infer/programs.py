@@ -65,7 +65,7 @@ def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.Mo
 
 
 def attention_pass(sizes: Sizes) -> Pass:
-    """What the prefill of prompts asks of attention. A decoded token has a form of its own, which XLA compiles."""
+    """The requirements of prefill on attention. A decoded token has a form of its own, which XLA compiles."""
     return Pass(sizes.source or sizes.prompt, padded=True)
 
 
@@ -332,7 +332,7 @@ def build_programs(
 
 
 def record_arrays(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
-    """What the model places in "prefill" and in "decode" under `rules`."""
+    """Records of the arrays that the model places in "prefill" and in "decode" under `rules`."""
     model, state = config.model, _decode_state_shapes(config.model, sizes)
     prompts = Prompts(sizes.prompts(model), state.start_B, state.number_B, state.length_B)
     return {

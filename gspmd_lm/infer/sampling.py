@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Raises InputError that lists every value out of range."""
+    """The options of sampling. Raises InputError that lists every value out of range."""
 
     temperature: float = 0.0  # 0: always the best token
     top_k: int = 0  # only the k best; 0 means all

@@ -1,4 +1,4 @@
-"""What the jitted programs of training, scoring and generation have in common."""
+"""The common base of the jitted programs of training, scoring and generation."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from gspmd_lm.sharding.shapes import Arrays, bytes_per_device
 
 @dataclasses.dataclass(frozen=True)
 class ShardedProgram:
-    """What is computed, under rules on a mesh: where its arrays live, and the context in which it is traced."""
+    """A computation under rules on a mesh: where its arrays live, and the context in which it is traced."""
 
     config: Any  # config.Config; None of a model of one's own
     rules: Rules
@@ -109,7 +109,7 @@ class ShardedProgram:
 
 @dataclasses.dataclass(frozen=True)
 class TaskProgram(ShardedProgram):
-    """What a task computes: training, evaluation and generation."""
+    """A program of a task: training, evaluation or generation."""
 
     config: Any = dataclasses.field(init=False)  # that of the task; None of a model of one's own
     task: Task

@@ -1,4 +1,4 @@
-"""What a config asks for and kernels or rules do not support, and the choice of the attention kernel."""
+"""Settings of a config that kernels or rules do not support, and the choice of the attention kernel."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -247,7 +247,7 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
 
 
 def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
-    """What a pass asks of attention (see `attention_problems`) and of experts that does not fit the rules."""
+    """The problems of rules with the attention (see `attention_problems`) and the experts that a pass asks for."""
     return [*attention_problems(config, rules, platform, asked), *_experts_problems(config, rules, platform)]
 
 

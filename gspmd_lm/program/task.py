@@ -27,8 +27,9 @@ class Losses(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """How a model of one's own writes tokens. The functions see one device and all rows; the state is what they like,
-    such as the tokens so far, or keys and values.
+    """The functions with which a model of one's own writes tokens. They see one device and all rows.
+
+    Their state is any tree of arrays, such as the tokens so far, or keys and values.
     """
 
     begin: Callable[[Any, Batch], tuple[jax.Array, Any]]  # (parameters, batch) -> logits [B, V], state
@@ -181,7 +182,7 @@ class Task:
         return sums, state
 
     def _sums(self, training: bool, params: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Any]:
-        """What `sums` gives, and the state that it leaves, nested dicts."""
+        """The result of `sums`, and the state that it leaves, nested dicts."""
         with of_flax.reading():
             given, state = self._readable(params, key)
             if self.is_module and not training:
@@ -193,7 +194,7 @@ class Task:
             return sums, of_flax.state(changed)
 
     def _readable(self, params: Any, key: jax.Array | None = None) -> tuple[Any, Any]:
-        """What functions of the model are given for parameters, and its variables. A module of NNX is made anew."""
+        """The parameters as functions of the model take them, and its variables. A module of NNX is made anew."""
         state = of_flax.readable(self._initial[0], params)
         return (of_flax.fill_module(self._init(jax.random.key(0)), state, key) if self.is_module else state), state
 
@@ -278,7 +279,7 @@ class Task:
         }
 
     def divisor(self, batch: Batch) -> jax.Array:
-        """What the sums over a batch are divided by."""
+        """The number by which the sums over a batch are divided."""
         return self.count(batch) if self.count else jnp.asarray(_rows(batch), jnp.float32)
 
     def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:

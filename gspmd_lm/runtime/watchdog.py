@@ -106,7 +106,7 @@ class Watchdog:
             self.count_hang(*hung)
 
     def _at(self) -> str:
-        """What the process is doing now, in words, such as evaluating."""
+        """The present work of the process, in words, such as 'step 7' or 'saving'."""
         return _WATCHED.get(self._kind, self._kind).format(next=self.done + 1)
 
     def _look(self) -> None:

@@ -145,7 +145,7 @@ def _me() -> dict[str, Any]:
 
 
 def _read_life(process: Any) -> list[str] | None:
-    """What tells a living process of this machine from all others; None if it is gone, or if the system has no /proc.
+    """An identity that no other process ever has; None if the process is gone, or if the system has no /proc.
 
     It is the boot of the machine, the namespace of process numbers (a container has its own), and when it started.
     """
