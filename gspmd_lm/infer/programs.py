@@ -155,7 +155,7 @@ class GenerationPrograms(Forward):
     processors: Processors | None = None  # of logits, before a token is chosen
 
     @property
-    def asked(self) -> Pass:
+    def attention_pass(self) -> Pass:
         return attention_pass(self.sizes)
 
     @property
@@ -225,7 +225,7 @@ class GenerationPrograms(Forward):
         return sum(map(bytes_per_device, jax.tree.leaves(self.abstract_decode_state.cache)))
 
     @property
-    def held(self) -> dict[str, Any]:
+    def arrays_between_steps(self) -> dict[str, Any]:
         """The arrays that devices hold between steps: trees of shapes and shardings, by purpose."""
         cache, *batch = self.abstract_decode_state
         return {"weights": self.abstract_params, "optimizer": (), "batch": batch, "cache": cache}
@@ -263,7 +263,7 @@ class GenerationPrograms(Forward):
         sizes = self.sizes
         what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
         fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
-        self.check_held(self.held)
+        self.check_held(self.arrays_between_steps)
         decode = self.compile(self.trace_decode().lower(), what, fix, self.program_kinds)
         cache = decode.input_formats[0][1].cache if meshes.platform(self.mesh) != "cpu" else None
         return self.compile(self.trace_prefill(cache).lower(), what, fix, self.program_kinds), decode

@@ -42,7 +42,7 @@ class ShardedProgram:
         return self.placement.sharding("rules", "", (), ())
 
     @property
-    def asked(self) -> Pass:
+    def attention_pass(self) -> Pass:
         """The requirements of the program on attention; only those of the decoder have any."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class ShardedProgram:
     @property
     def attention(self) -> str:
         """The attention kernel, with the reason where it is not the fastest; '' where there is nothing to choose."""
-        return kernel_choice(self.rules, self.config, self.processor, self.asked) if self.config else ""
+        return kernel_choice(self.rules, self.config, self.processor, self.attention_pass) if self.config else ""
 
     @property
     def choices(self) -> list[str]:

@@ -137,13 +137,13 @@ class Task:
         """The shapes of what `init` gives, in its own kind of tree; whether it is a module of NNX; whether it draws."""
         facts: list[tuple[bool, bool]] = []
 
-        def drawn(key: jax.Array) -> Any:
+        def draw_variables(key: jax.Array) -> Any:
             made = self._init(key)
             facts.append((of_flax.is_module(made), of_flax.is_module(made) and of_flax.draws_randomly(made)))
             return of_flax.variables(made)
 
         with jax.default_matmul_precision(None):  # as for `weights`: where both are alike, jax traces `init` once
-            return jax.eval_shape(drawn, jax.eval_shape(jax.random.key, 0)), *facts[-1]
+            return jax.eval_shape(draw_variables, jax.eval_shape(jax.random.key, 0)), *facts[-1]
 
     @property
     def is_module(self) -> bool:
@@ -163,7 +163,7 @@ class Task:
         """The parameters at step 0: nested dicts of arrays, in boxes with their logical axes."""
         return of_flax.box_params(of_flax.variables(self._init(key)))
 
-    def summed(self, params: Any, batch: Batch, key: jax.Array | None, training: bool = True) -> tuple[Any, Any]:
+    def sum_batch(self, params: Any, batch: Batch, key: jax.Array | None, training: bool = True) -> tuple[Any, Any]:
         """The sums over a batch, a NamedTuple, and the new state, nested dicts. Raises InputError where `sums` gives
         something else. A module of NNX is told where it is not trained.
         """
@@ -216,7 +216,7 @@ class Task:
         """The paths of the arrays that each step leaves new, besides what gradients change."""
         if not jax.tree.leaves(self.partition(self.weights.params)[0]):
             return frozenset()  # without tracing the model
-        return frozenset(_describe(jax.eval_shape(self.summed, self.weights.params, self.batch(self.rows), None)[1]))
+        return frozenset(_describe(jax.eval_shape(self.sum_batch, self.weights.params, self.batch(self.rows), None)[1]))
 
     def begin_generation(self, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
         """The logits of the first token of each row, float32 [B, V], and the state of generation. The model must say
@@ -252,7 +252,7 @@ class Task:
 
     def _placing(self, params: Any, batch: Batch) -> Any:
         """Calls all functions of the task that place arrays."""
-        return self.summed(params, batch, None), self.generation and self.first_tokens(params, batch)
+        return self.sum_batch(params, batch, None), self.generation and self.first_tokens(params, batch)
 
     def first_tokens(self, params: Any, batch: Batch) -> Any:
         """The first logits and state of generation, and those after token 0 in each row."""
@@ -286,7 +286,7 @@ class Task:
         """The totals of a batch, which evaluation adds up."""
         if self.evaluate:
             return self._call_model(self.evaluate, params, batch)
-        sums, state = self.summed(params, batch, None, training=False)
+        sums, state = self.sum_batch(params, batch, None, training=False)
         if state:
             raise InputError(
                 f"task {self.name}: sums() changes the model's state, and nothing says how it is evaluated\n"

@@ -114,7 +114,7 @@ class Run:
         """
         with self.checkpoints() as checkpoints:
             chosen = checkpoints.choose(step, self.step.abstract_state)
-            best = Best.of(chosen.extra) if chosen else Best()
+            best = Best.from_extra(chosen.extra) if chosen else Best()
             if chosen and (chosen.step >= stop or best.ends(self.settings.patience)):
                 self.say(saving.nothing_to_do(chosen.step, stop, best, self.settings.patience))
                 return {}
