@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspmd_lm import config as configs
-from gspmd_lm import files
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import capacity
@@ -247,10 +246,10 @@ def load(
     from gspmd_lm import session
     from gspmd_lm.infer.loaded import Model
 
-    place = str(folder) if files.is_remote(folder) else str(Path(folder).expanduser())
+    place = str(Path(folder).expanduser())
     published = session.read_published(place, _several(overrides))
-    if not (published or files.is_remote(place) or layout.is_run(Path(place))):
-        raise session.no_model(place)
+    if not (published or layout.is_run(Path(place))):
+        raise session.no_model(str(folder))
     config = published.config if published else load_config(f"{place}/{layout.CONFIG}", overrides, place)
     kept = None if published else layout.find_earlier(place, layout.RULES)
     chosen = _rules(rules or kept or "none")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -26,28 +27,32 @@ MANIFEST = "sha256.json"  # in a sealed folder: the path of each file -> its siz
 
 
 def replace(path: epath.PathLike, content: str | bytes) -> None:
-    """Writes a file in one move. Readers find the old content or the new one, even if this process is killed."""
+    """Writes a file in one move. Readers find the old content or the new one, even if this process is killed.
+
+    Several processes may write the same file at once, as those of a host do in a cache. The last one's content stays.
+    """
     # Half of a character, which JSON can hold and UTF-8 cannot, is written as JSON writes it.
     content = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     if is_remote(path):
         epath.Path(path).write_bytes(content)  # an object store shows an object only when it is complete
         return
-    with replacing(Path(path)) as new:
+    with replacing(Path(path), f".{secrets.token_hex(4)}") as new:
         new.write_bytes(content)
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, mark: str = "") -> Iterator[Path]:
     """A context with the path of a file to write. On leaving, the file replaces `path`, unless an error is raised.
 
-    If `path` is a link, the file that it names is replaced. A device or a pipe is written itself.
+    If `path` is a link, the file that it names is replaced. A device or a pipe is written itself. mark: in the name of
+    the file to write, which no other process may write at the same time.
     """
     if not replaceable(path):
         with naming(path):
             yield path
         return
     place = path.resolve()
-    new = place.with_name(f".{place.name}.new")
+    new = place.with_name(f".{place.name}{mark}.new")
     try:
         with naming(path, new):
             yield new
@@ -94,7 +99,7 @@ def replaceable(path: Path) -> bool:
 
 @contextlib.contextmanager
 def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
-    """A context whose system errors name `path` if they name no file (a full disk), or a file of `partial`."""
+    """A context in which system errors name `path` in place of no file, as on a full disk, or of one in `partial`."""
     try:
         yield
     except OSError as error:

@@ -315,7 +315,7 @@ def open_run(
         raise InputError(
             "each of several processes would choose its own workdir\n  fix   give all of them the same --workdir=DIR"
         )
-    built.check_held(built.held_in_step if writes else {"weights": built.held["weights"]})
+    built.check_held(built.arrays_within_step if writes else {"weights": built.arrays_between_steps["weights"]})
     with contextlib.ExitStack() as stack:
         writer = None
         if writes:

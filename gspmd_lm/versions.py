@@ -49,7 +49,7 @@ def command() -> str:
 
 
 def program() -> str:
-    """What a user types before a verb: gspmd-lm, python -m gspmd_lm, or python main.py in a checkout."""
+    """The words before a verb on the command line: gspmd-lm, python -m gspmd_lm, or python main.py in a checkout."""
     started = Path(sys.argv[0])
     if started.name == "__main__.py" and started.parent.name == PACKAGE.name:
         return f"python -m {PACKAGE.name}"

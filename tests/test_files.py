@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def test_a_file_is_replaced_or_left_as_it_was(tmp_path, monkeypatch):
         files.replace(path, "newer")
     assert error.value.filename == str(path)  # writing itself names no file
     assert path.read_text() == "new" and [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_file_that_several_write_at_once_is_always_whole(tmp_path):
+    path, text = tmp_path / "a.json", "a" * 100_000
+    files.replace(path, text)
+    with ThreadPoolExecutor(3) as pool:
+        writing = [pool.submit(files.replace, path, text) for _ in range(60)]
+        while not all(one.done() for one in writing):
+            assert path.read_text() == text
+    assert [one.result() for one in writing] == [None] * 60 and [*tmp_path.iterdir()] == [path]
 
 
 def test_a_file_that_grows_is_beside_its_place_until_it_is_whole(tmp_path):

@@ -168,6 +168,8 @@ def test_a_run_is_loaded_and_evaluated_as_training_did(trained):
     loaded = gspmd_lm.load_task(workdir, classifier.TASK, layout(classifier.TASK, "fsdp"), 40)
     scores = loaded.evaluate(classifier.HELD_OUT)
     assert scores == pytest.approx({name: last[name] for name in scores}, abs=1e-5) and "eval_accuracy" in scores
+    with pytest.raises(InputError, match="evaluate: there are no batches"):
+        loaded.evaluate([])
     with pytest.raises(InputError, match=r"task classifier does not say how it generates\n  fix   Task\("):
         gspmd_lm.load_task(workdir, classifier.TASK, "none").generate(classifier.HELD_OUT[0], 1)
     with pytest.raises(InputError, match="no checkpoint"):

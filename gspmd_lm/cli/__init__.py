@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if isinstance(error, OSError) and error.filename is None:
             unprinted = _printing_error("\n")
         if not unprinted:
-            code, message = exit_code(error), _system_error(error)
+            code, message = exit_code(error), _system_error(error) or _store_error(error)
             if not message and (processes := sys.modules.get("gspmd_lm.runtime.processes")):
                 message = processes.cause()
             if not message:
@@ -113,6 +113,21 @@ def _system_error(error: Exception) -> str:
     if not isinstance(error, OSError) or error.errno not in _SYSTEM_ERRORS or error.filename is None:
         return ""
     return f"{error.filename}: {error.strerror}\n  fix   {_SYSTEM_ERRORS[error.errno]}, then start the same command"
+
+
+_STORES = {"gcsfs", "s3fs"}  # the packages for object stores, whose errors have no common class
+
+
+def _store_error(error: Exception) -> str:
+    """The message about an object store that failed, such as without a network; '' for any other error."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    if not any(frame.f_globals.get("__name__", "").partition(".")[0] in _STORES for frame in frames):
+        return ""
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return (
+        f"the object store failed ({why})\n"
+        "  fix   log in, and see that the bucket is there and can be reached, then start the same command"
+    )
 
 
 def parse_flags(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:

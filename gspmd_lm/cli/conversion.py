@@ -66,7 +66,7 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
         if checkpoints.steps():
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
         built = _build_step(begun, published.config)
-        built.check_held({"weights": built.held["weights"]})
+        built.check_held({"weights": built.arrays_between_steps["weights"]})
         begun.say(f"{source}: {published.family.name}, {built.arrays.parameter_count:,} parameters")
         if published.left_out:
             begun.say(

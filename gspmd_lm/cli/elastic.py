@@ -111,14 +111,14 @@ def _read_beginning(workdir: "epath.Path") -> Beginning:
 
 
 def _read_earlier(workdir: "epath.Path") -> "RunHistory | None":
-    """What earlier starts of the run left in its workdir; None if no step was logged there."""
+    """The history of earlier starts in the workdir; None if no step was logged there."""
     from gspmd_lm.workdir import history
 
     return history.read_runs([str(workdir)])[0] if (workdir / layout.METRICS).exists() else None
 
 
 def _find_beginning(workdir: "epath.Path", earlier: "RunHistory | None") -> Beginning | None:
-    """How a run began; as it was last started, if it had no --elastic so far; None for a new run."""
+    """The beginning of a run, or its last start if it had no --elastic so far; None for a new run."""
     if (workdir / layout.BEGINNING).exists():
         return _read_beginning(workdir)
     if earlier is None or not earlier.devices:

@@ -33,7 +33,7 @@ def read_config(values: flags.FlagValues) -> Config:
 
 
 def config_sets(values: flags.FlagValues) -> list[str]:
-    """What --set lays over the config. Raises InputError for a key that rules files have and configs do not."""
+    """The values of --set for the config. Raises InputError for a key that rules files have and configs do not."""
     texts = [text for text in values.set if not _sets_rules(text)]
     for text in texts:
         key, equals, value = text.partition("=")
@@ -45,7 +45,7 @@ def config_sets(values: flags.FlagValues) -> list[str]:
 
 
 def rules_sets(values: flags.FlagValues) -> list[str]:
-    """What --set lays over the rules file: the keys that begin with rules."""
+    """The values of --set for the rules file: those of keys that begin with rules."""
     return [text for text in values.set if _sets_rules(text)]
 
 

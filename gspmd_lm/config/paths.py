@@ -22,8 +22,8 @@ def read_text(path: "Path | epath.Path") -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (OSError, ImportError) as error:  # an address may need a package that is not installed
+        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 def cache_folder(name: str) -> Path:
@@ -103,12 +103,16 @@ def found_file(name: str, folder: str) -> Path | None:
     return next((path for path in candidates if os.path.isfile(path)), None)
 
 
-def find_file(name: str, folder: str) -> Path:
-    """The path of the file `name`, which may leave out .yaml.
+def find_file(name: str, folder: str) -> "Path | epath.Path":
+    """The path of the file `name`, which may leave out .yaml, or may be an address such as gs://bucket/config.yaml.
 
     It is looked up as given, then in `folder` of the working directory, of the checkout and of the wheel. Raises
-    InputError with the nearest known name.
+    InputError with the nearest known name. An address is not looked up.
     """
+    if "://" in name:
+        from etils import epath
+
+        return epath.Path(name)
     if found := found_file(name, folder):
         return found
     shipped = known_names(folder)

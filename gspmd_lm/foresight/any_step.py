@@ -65,7 +65,7 @@ class BuiltProgram:
     callbacks: tuple[str, ...]  # where it calls Python on the host: pure_callback at train.py:7, in train:step
 
     @property
-    def held(self) -> dict[str, Any]:
+    def arrays_between_steps(self) -> dict[str, Any]:
         """The arrays that devices hold between steps."""
         return {"arguments": self.arguments}
 

@@ -346,7 +346,9 @@ def describe_compiled(
         executable=None,
         refusal=compiled if isinstance(compiled, str) else "",
         memory=memory,
-        state_bytes={name: sum(map(bytes_per_device, jax.tree.leaves(tree))) for name, tree in built.held.items()},
+        state_bytes={
+            name: sum(map(bytes_per_device, jax.tree.leaves(tree))) for name, tree in built.arrays_between_steps.items()
+        },
         **targets.device_locations(built.mesh),
         reading=reading,
         options=dict(options),

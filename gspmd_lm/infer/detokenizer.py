@@ -66,7 +66,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids, special=self._special).decode("utf-8", "replace")
 
     def _after(self, text: str) -> str:
-        """What follows in `text` behind what was emitted. The prompt may end within a character that is now whole."""
+        """The rest of `text` after what was emitted. The prompt may end within a character that is now whole."""
         alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self._emitted, text, strict=False))
         return text[sum(1 for _ in alike) :]
 

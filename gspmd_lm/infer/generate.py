@@ -24,7 +24,7 @@ from gspmd_lm.sharding.rules import Rules
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What was generated after one prompt."""
+    """The text that was generated after one prompt."""
 
     text: str
     tokens: list[int]  # an end-of-text token is not among them; those of a stop string are
@@ -129,7 +129,7 @@ def encoding(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray
 
 
 def given_tokens(config: Config) -> int:
-    """How many tokens a text begins with that are no part of it."""
+    """The number of tokens at the beginning of a text that the encoder gives, and that are no part of it."""
     return len(config.model.encoder.first_tokens) if config.model.encoder else 0
 
 

@@ -4,7 +4,7 @@ import functools
 import html
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from gspmd_lm.infer.detokenizer import special_stops
 from gspmd_lm.infer.generation_config import about_sampling
 from gspmd_lm.infer.lines import ids_of
 from gspmd_lm.infer.sampling import NO_TOKEN, Sampling, SamplingSettings, choose
-from gspmd_lm.program.program import TaskProgram
+from gspmd_lm.program.program import TaskProgram, add_totals
 from gspmd_lm.runtime import compile_cache
 from gspmd_lm.sharding import placement, shapes
 from gspmd_lm.sharding.rules import Rules
@@ -31,7 +31,7 @@ Batch = Mapping[str, Any]
 
 
 class Continuation(str):
-    """What a model wrote after a prompt."""
+    """The text that a model wrote after a prompt."""
 
     prompt: str
 
@@ -46,7 +46,7 @@ class Continuation(str):
 
 
 class Continuations(list[Continuation]):
-    """What a model wrote after several prompts, in their order."""
+    """The texts that a model wrote after several prompts, in their order."""
 
     def _repr_html_(self) -> str:
         return "<hr>".join(text._repr_html_() for text in self)
@@ -178,18 +178,20 @@ class TaskModel:
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """The scores over batches of numpy arrays, as training logs them: `eval_loss` and others.
 
-        Raises InputError for arrays that are not those of the task's inputs.
+        Raises InputError if there are no batches, or for arrays that are not those of the task's inputs.
         """
         task = self.task
+        if not len(batches):
+            raise InputError("evaluate: there are no batches\n  fix   give at least one batch of the task's inputs")
         rows = Batches(batches.__getitem__, task.batch(task.rows), "evaluation", len(batches))
         shardings = {name: like.sharding for name, like in self._built.batch_of(task.rows).items()}
-        totals: dict[str, Any] = {}
-        for _, batch in rows.batches(0, shardings):
-            lower = functools.partial(jax.jit(self._built.evaluate).lower, self.params, batch)
-            program = self._program("evaluation", batch, lower)
-            for name, total in jax.device_get(program(self.params, batch)).items():
-                totals[name] = totals.get(name, 0.0) + np.float64(total)
-        return task.evaluation_values(totals)
+
+        def totals() -> Iterator[Any]:
+            for _, batch in rows.batches(0, shardings):
+                lower = functools.partial(jax.jit(self._built.evaluate).lower, self.params, batch)
+                yield self._program("evaluation", batch, lower)(self.params, batch)
+
+        return task.evaluation_values(add_totals(totals()))
 
     def generate(
         self,

@@ -1,4 +1,4 @@
-"""What a model asks of its logits before a token is chosen: penalties, biases and tokens that may not come.
+"""Changes of logits before a token is chosen: penalties, biases, and tokens that may not come.
 
 They mean what transformers' logits processors mean (src/transformers/generation/logits_process.py). They are chosen
 before programs are compiled. Without any, the programs are the same as if there were none in this file.

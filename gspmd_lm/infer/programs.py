@@ -65,7 +65,7 @@ def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.Mo
 
 
 def attention_pass(sizes: Sizes) -> Pass:
-    """What the prefill of prompts asks of attention. A decoded token has a form of its own, which XLA compiles."""
+    """The requirements of prefill on attention. A decoded token has a form of its own, which XLA compiles."""
     return Pass(sizes.source or sizes.prompt, padded=True)
 
 
@@ -120,7 +120,7 @@ def _begins(cfg: configs.ModelConfig, start_B: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Forward(ShardedProgram):
-    """The part that all programs without a backward pass share."""
+    """A program without a backward pass."""
 
     @functools.cached_property
     def placement(self) -> MeshPlacement:
@@ -151,11 +151,11 @@ class GenerationPrograms(Forward):
     """
 
     sizes: Sizes
-    unrolled: bool = False  # layers one after the other, not in a loop, with weights of their own: see `unstacked`
+    unrolled: bool = False  # layers one after the other, not in a loop, with weights of their own: see `unstack_layers`
     processors: Processors | None = None  # of logits, before a token is chosen
 
     @property
-    def asked(self) -> Pass:
+    def attention_pass(self) -> Pass:
         return attention_pass(self.sizes)
 
     @property
@@ -188,7 +188,7 @@ class GenerationPrograms(Forward):
 
     @functools.cached_property
     def abstract_unstacked(self) -> Any:
-        """The shapes and shardings of the weights that `unstacked` returns."""
+        """The shapes and shardings of the weights that `unstack_layers` returns."""
         if not self.unrolled:
             return self.abstract_params
         return abstract_weights(parameters(self.model), self.placement, self.model)
@@ -225,7 +225,7 @@ class GenerationPrograms(Forward):
         return sum(map(bytes_per_device, jax.tree.leaves(self.abstract_decode_state.cache)))
 
     @property
-    def held(self) -> dict[str, Any]:
+    def arrays_between_steps(self) -> dict[str, Any]:
         """The arrays that devices hold between steps: trees of shapes and shardings, by purpose."""
         cache, *batch = self.abstract_decode_state
         return {"weights": self.abstract_params, "optimizer": (), "batch": batch, "cache": cache}
@@ -263,7 +263,7 @@ class GenerationPrograms(Forward):
         sizes = self.sizes
         what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
         fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
-        self.check_held(self.held)
+        self.check_held(self.arrays_between_steps)
         decode = self.compile(self.trace_decode().lower(), what, fix, self.program_kinds)
         cache = decode.input_formats[0][1].cache if meshes.platform(self.mesh) != "cpu" else None
         return self.compile(self.trace_prefill(cache).lower(), what, fix, self.program_kinds), decode
@@ -308,7 +308,7 @@ class GenerationPrograms(Forward):
         return NamedSharding(self.mesh, PartitionSpec(tuple(axes)))
 
     def _text_tokens(self, prompts: Prompts) -> jax.Array:
-        """What the slots of each prompt hold of its text. An image, and what an encoder reads, are no part of it."""
+        """The tokens of each text that prefill has seen, by slot. An image or a source is no part of the text."""
         slots_T, start_token = jnp.arange(self.sizes.prompt), family(self.model).start_token(self.model)
         if start_token is not None:
             alone_T = jnp.where(slots_T == self.sizes.prompt - 1, jnp.int32(start_token), EMPTY)
@@ -332,7 +332,7 @@ def build_programs(
 
 
 def record_arrays(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
-    """What the model places in "prefill" and in "decode" under `rules`."""
+    """Records of the arrays that the model places in "prefill" and in "decode" under `rules`."""
     model, state = config.model, _decode_state_shapes(config.model, sizes)
     prompts = Prompts(sizes.prompts(model), state.start_B, state.number_B, state.length_B)
     return {

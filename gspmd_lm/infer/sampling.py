@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Raises InputError that lists every value out of range."""
+    """The options of sampling. Raises InputError that lists every value out of range."""
 
     temperature: float = 0.0  # 0: always the best token
     top_k: int = 0  # only the k best; 0 means all
@@ -129,7 +129,7 @@ def mask_forbidden(logits_BV: jax.Array, position_B: jax.Array, encoder: Encoder
 
 
 def best(scores_BV: jax.Array) -> Choice:
-    """The first of the highest scores of each row, or NO_TOKEN, and how far the next one is below it."""
+    """The first token with the highest score of each row, or NO_TOKEN, and its lead over the second best one."""
     places_V = jnp.arange(scores_BV.shape[-1], dtype=jnp.int32)
     highest_B = scores_BV.max(-1)
     # Two plain reductions, because argmax reduces pairs, which CPUs do one by one.

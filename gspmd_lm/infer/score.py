@@ -109,7 +109,7 @@ class Scoring(Forward):
     seq: int
 
     @property
-    def asked(self) -> Pass:
+    def attention_pass(self) -> Pass:
         return Pass(self.seq)
 
     @functools.cached_property

@@ -16,13 +16,14 @@ def own_files(job: Job) -> list[str]:
 
     Raises InputError for one that lies outside of this folder, since hosts would look for it there.
     """
-    found = []
-    for word in job.arguments:
-        name, _, value = word.lstrip("-").removeprefix("set=").partition("=")
-        if name in ("config", "rules", "data.tokenizer") and Path(value).expanduser().exists():
+    found, words = [], job.arguments
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.lstrip("-").removeprefix("set=").partition("=")
+        value = value if equals else following  # --config=NAME, or --config NAME
+        if name in ("config", "rules", "data.tokenizer") and value and Path(value).expanduser().exists():
             path = Path(value)
             if path.is_absolute() or ".." in path.parts or value.startswith("~"):
-                raise InputError(f"train: {word}: lies outside of this folder\n  fix   copy it here")
+                raise InputError(f"train: {value}: lies outside of this folder\n  fix   copy it here")
             sent = versions.PACKAGE.parent / path
             if path.parts[0] not in _OF_CHECKOUT or not sent.exists() or not sent.samefile(path):
                 found.append(value)

@@ -41,12 +41,12 @@ class Budget:
 
     @property
     def spent(self) -> str:
-        """How long the slice was held, and what that has cost."""
+        """The time for which the slice was held, and its cost."""
         return human_clock(self._held_s) + (f", {self.usd:.2f} USD" if self.usd_per_hour else "")
 
     @property
     def over(self) -> str:
-        """Which budget is spent; '' if none is."""
+        """A line about the budget that is spent; '' if none is."""
         hours, most_hours, most_usd = (time.monotonic() - self._began_s) / 3600, self.job.max_hours, self.job.max_usd
         if most_hours is not None and hours >= most_hours:
             return f"max_hours: {most_hours:g} h are over"

@@ -1,4 +1,4 @@
-"""What is checked before anything costs money: the price, the layout and its memory, and where the data is."""
+"""Checks before anything costs money: the price, the layout and its memory, and where the data is."""
 
 import glob
 import math

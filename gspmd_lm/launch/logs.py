@@ -74,9 +74,9 @@ class RunFollower:
 
 def _start_of_last(path: epath.Path, count: int) -> int:
     """The byte with which the last `count` whole lines of a file begin."""
-    tail = end(path)
+    start, tail = _tail(path)
     whole = tail[: tail.rfind(b"\n") + 1].splitlines(keepends=True)
-    return path.stat().length - len(tail) + sum(map(len, whole[: max(0, len(whole) - count)]))
+    return start + sum(map(len, whole[: max(0, len(whole) - count)]))
 
 
 def files(folder: PathLike) -> list[epath.Path]:
@@ -98,12 +98,17 @@ def process_name(path: PathLike) -> str:
 
 def end(path: PathLike) -> bytes:
     """The end of a file; nothing if there is none."""
-    path = epath.Path(path)
+    return _tail(epath.Path(path))[1]
+
+
+def _tail(path: epath.Path) -> tuple[int, bytes]:
+    """The byte with which the end of a file begins, and that end."""
     if not path.exists():
-        return b""
+        return 0, b""
+    start = max(0, path.stat().length - _TAIL_BYTES)
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().length - _TAIL_BYTES))
-        return file.read()
+        file.seek(start)
+        return start, file.read()
 
 
 def step(folder: Path) -> int:

@@ -138,7 +138,7 @@ class Launch:
                 failures += 1
                 if failures >= UNREACHABLE and self.budget.is_held:
                     raise RunFailed(f"{self.job.name} is there and cannot be used: {error}") from error
-                self._pause(self.waits.retry * 2**failures)
+                self._pause(self.waits.retry * 2 ** min(failures, 10))
 
     def _bring_code(self) -> None:
         """Sends the code, unless processes of an earlier launch, which may go on, have it and the same flags."""
@@ -180,7 +180,8 @@ class Launch:
     def _attempt(self) -> tuple[int | None, Path]:
         """The exit code of the next attempt, None if its processes are out of sight; and the folder of its logs."""
         if not self._record.is_open:
-            number = 1 + max([self._record.attempt, *(int(one.name) for one in self.folder.glob("[0-9]*"))])
+            earlier = [int(one.name) for one in self.folder.iterdir() if one.name.isdecimal()]
+            number = 1 + max([self._record.attempt, *earlier])
             self._record = Record(self._record.token, number, self.place.lasts, self.job.train)
             self._save_record()
         folder = self.folder / str(self._record.attempt)
@@ -299,7 +300,8 @@ class Launch:
 
     def _say(self, text: str) -> None:
         """Prints a text, and keeps it in a file that is there when the terminal is closed."""
-        logs.add_line(self.folder / logs.OF_LAUNCH, f"{time.strftime('%F %T')} {text}")
+        with contextlib.suppress(OSError):  # the disk is full, say, and the run goes on
+            logs.add_line(self.folder / logs.OF_LAUNCH, f"{time.strftime('%F %T')} {text}")
         self._show([text])
 
     def _show(self, lines: Iterator[str] | Sequence[str]) -> None:

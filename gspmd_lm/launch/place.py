@@ -1,4 +1,4 @@
-"""What every place of a run has: its interface, the commands of other programs, and what their exit codes mean."""
+"""The interface of the places of a run, the commands of other programs, and the meaning of their exit codes."""
 
 import abc
 import enum
@@ -19,7 +19,7 @@ _WIDTH = 116  # of a script
 
 
 class State(enum.Enum):
-    """What there is of a slice, or of a job's set of processes."""
+    """The state of a slice, or of a job's set of processes."""
 
     ABSENT = "absent"  # nothing has its name
     WAITING = "waiting"  # it was asked for, or is being mended or deleted
@@ -57,7 +57,7 @@ class Place(abc.ABC):
     # A slice
 
     def state(self) -> State:
-        """What there is now. Raises CommandFailed if nobody answers."""
+        """The present state. Raises CommandFailed if nobody answers."""
         return State.READY
 
     def owner(self) -> str:
@@ -111,7 +111,7 @@ def check_tools(place: Place) -> None:
 
 
 def call(command: Sequence[str], timeout_s: float = CALL_S, stdin: str | None = None) -> str:
-    """What a command prints. Raises CommandFailed if it fails or takes longer than `timeout_s`."""
+    """The output of a command. Raises CommandFailed if it fails or takes longer than `timeout_s`."""
     name = " ".join(command[:5])
     try:
         done = subprocess.run(
@@ -143,7 +143,7 @@ def start(command: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
 def with_cache(job: Job) -> list[str]:
     """The flags of train with the workdir, and with a place beside it for compiled programs: new hosts start warm."""
     flags = [*job.arguments, f"--workdir={job.workdir}"]
-    if not any(flag.lstrip("-").startswith("compile_cache") for flag in flags):
+    if not any(flag.lstrip("-").replace("-", "_").startswith("compile_cache") for flag in flags):
         flags.append(f"--compile_cache={job.workdir.rstrip('/').rpartition('/')[0]}/compiled")
     return flags
 

@@ -67,7 +67,7 @@ class Slurm(Place):
             nodes=f"1-{nodes}" if self.job.elastic and nodes > 1 else nodes,  # as many as there are without a wait
             gpus=gpus,
             time=self.job.time,
-            logs=logs,
+            logs=shlex.quote(logs),
             ended=log_files.ENDED,
             command=shlex.join(words),
         )

@@ -74,7 +74,7 @@ class TpuVm(Place):
         return ["gcloud", "compute", "tpus", group, verb, *more, *where, "--quiet"]
 
     def _describe(self, group: str, name: str = "") -> dict[str, Any] | None:
-        """What Google Cloud says of a slice or the request, which may share one name; None if there is none."""
+        """The description of a slice or of the request, which may share one name; None if there is none."""
         try:
             text = place.call(self._gcloud(group, "describe", name or self.job.name, "--format=json"))
         except CommandFailed as error:
@@ -161,7 +161,7 @@ class TpuVm(Place):
         place.call(self._ssh(_INSTALL), place.CREATE_S)
 
     def _run(self, attempt: str) -> str:
-        """What each host runs in an attempt."""
+        """The command of each host in an attempt."""
         command = shlex.join([".venv/bin/python", "main.py", "train", *place.with_cache(self.job)])
         folder = f"~/{_FOLDER}"
         return _RUN.format(

@@ -125,7 +125,7 @@ class DecodeSpace(LayoutSpace):
             matmul_s = max(matmul_s, few_rows.widening_s(weight_bytes, rows, chip))
         attention_s = cache_bytes / op_time.hbm_bytes_per_s(chip)
         exposed = self._communication_s(rules, reading.transfers)
-        held_bytes = sum(map(bytes_per_device, jax.tree.leaves(built.held)))
+        held_bytes = sum(map(bytes_per_device, jax.tree.leaves(built.arrays_between_steps)))
         return Estimate(
             step_time_s=matmul_s + attention_s + sum(exposed.values()),
             matmul_s=matmul_s,

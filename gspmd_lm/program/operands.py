@@ -1,4 +1,4 @@
-"""What is said of operands of 8 bits, and the chips that refuse them."""
+"""Matmuls with operands of 8 bits: what a run says of them, and the chips on which they are refused."""
 
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
@@ -10,7 +10,7 @@ _TRITON = "xla_gpu_enable_triton_gemm"  # an option of XLA: its own matmuls conv
 
 
 def check_matmul_dtype(dtype: str | None, on: Processor) -> None:
-    """CPUs simulate, and of a chip that is not in the table nothing is known."""
+    """Raises InputError if a chip of the table is no faster with operands of this dtype than with bfloat16."""
     chip = on.chip
     if dtype and chip and not chip.peak_of_operands(dtype):
         other = next((name for name in ("int8", "fp8") if chip.peak_of_operands(name)), "null")
@@ -21,7 +21,7 @@ def check_matmul_dtype(dtype: str | None, on: Processor) -> None:
 
 
 def matmul_operands(config: Config, rules: Rules, on: Processor) -> str:
-    """What is said of matmuls of 8 bits, and of weights that rest in 8 bits; '' where there are none."""
+    """A line about matmuls of 8 bits, and about weights that rest in 8 bits; '' where there are none."""
     model, chip, simulated = config.model, on.chip, " (simulated)" if on.platform == "cpu" else ""
     rest_in_8_bits = model.weight_dtype in EIGHT_BITS
     if model.matmul_dtype:

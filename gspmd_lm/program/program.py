@@ -1,12 +1,13 @@
-"""What the jitted programs of training, scoring and generation have in common."""
+"""The common base of the jitted programs of training, scoring and generation."""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from gspmd_lm.hardware.chips import Processor
@@ -23,7 +24,7 @@ from gspmd_lm.sharding.shapes import Arrays, bytes_per_device
 
 @dataclasses.dataclass(frozen=True)
 class ShardedProgram:
-    """What is computed, under rules on a mesh: where its arrays live, and the context in which it is traced."""
+    """A computation under rules on a mesh: where its arrays live, and the context in which it is traced."""
 
     config: Any  # config.Config; None of a model of one's own
     rules: Rules
@@ -32,7 +33,7 @@ class ShardedProgram:
 
     @functools.cached_property
     def placement(self) -> MeshPlacement:
-        """What answers the questions of the model."""
+        """The placement of arrays, which the model asks for."""
         return MeshPlacement(self.rules, self.mesh)
 
     @functools.cached_property
@@ -41,28 +42,28 @@ class ShardedProgram:
         return self.placement.sharding("rules", "", (), ())
 
     @property
-    def asked(self) -> Pass:
-        """What the program asks of attention, if it is the decoder's."""
+    def attention_pass(self) -> Pass:
+        """The requirements of the program on attention; only those of the decoder have any."""
         raise NotImplementedError
 
     @property
     def program_kinds(self) -> tuple[str, ...]:
-        """What it has compiler options of its own for: see `compiler.options`."""
+        """The kinds of the program that have compiler options of their own: see `compiler.options`."""
         raise NotImplementedError
 
     @property
     def processor(self) -> Processor:
-        """What decides which kernels the devices can run."""
+        """The processor of the devices, which decides which kernels they can run."""
         return meshes.processor(self.mesh.devices.flat[0])
 
     @property
     def attention(self) -> str:
         """The attention kernel, with the reason where it is not the fastest; '' where there is nothing to choose."""
-        return kernel_choice(self.rules, self.config, self.processor, self.asked) if self.config else ""
+        return kernel_choice(self.rules, self.config, self.processor, self.attention_pass) if self.config else ""
 
     @property
     def choices(self) -> list[str]:
-        """What a run says before it starts: how attention is computed, products of 8 bits, and how tokens travel."""
+        """The lines of a run before it starts: how attention is computed, products of 8 bits, how tokens travel."""
         operands = matmul_operands(self.config, self.rules, self.processor) if self.config else ""
         rounds = expert_rounds(self.config, self.rules) if self.config else ""
         named = ("attention", self.attention), ("matmuls", operands), ("experts", rounds)
@@ -108,7 +109,7 @@ class ShardedProgram:
 
 @dataclasses.dataclass(frozen=True)
 class TaskProgram(ShardedProgram):
-    """What a task computes: training, evaluation and generation."""
+    """A program of a task: training, evaluation or generation."""
 
     config: Any = dataclasses.field(init=False)  # that of the task; None of a model of one's own
     task: Task
@@ -129,9 +130,18 @@ class TaskProgram(ShardedProgram):
         }
 
     def evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        """What evaluation adds up over batches."""
+        """The totals of a batch, which evaluation adds up."""
         with self.trace_under():
             return self.task.totals(params, batch)
+
+
+def add_totals(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
+    """The sums of the totals of batches, in float64: numbers, and arrays of the totals that are arrays."""
+    sums: dict[str, Any] = {}
+    for of_batch in totals:
+        for name, total in jax.device_get(of_batch).items():
+            sums[name] = sums.get(name, 0.0) + np.float64(total)
+    return sums
 
 
 def place_shapes(shapes: Any, shardings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a config asks for and kernels or rules do not support, and the choice of the attention kernel."""
+"""Settings of a config that kernels or rules do not support, and the choice of the attention kernel."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -152,7 +152,7 @@ def faster_kernel(rules: Rules, config: Config, on: Processor, asked: Pass) -> s
 
 
 def _faster(rules: Rules, config: Config, on: Processor, asked: Pass) -> Iterator[tuple[str, str | None, str]]:
-    """The kernels that are faster than that of settled rules, what each cannot do, and the flag with which it can."""
+    """The kernels faster than that of settled rules; what each does not support, and the flag with which it does."""
     kernels = KERNELS[on.platform]
     for faster in kernels[: kernels.index(rules.kernel(on.platform))]:
         reason = attention_lacks(faster, config, rules, asked, on.compute_capability)
@@ -160,7 +160,7 @@ def _faster(rules: Rules, config: Config, on: Processor, asked: Pass) -> Iterato
 
 
 def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass) -> str:
-    """The flag with which `kernel` can do what a pass asks; '' where the model itself asks for it."""
+    """The flag with which `kernel` supports a pass; '' if no flag does, because of the model itself."""
     stream = config.objective == "causal" and not config.data.messages_field  # all else is always kept apart
     if reason.startswith("data.packing") and stream:
         able = not attention_lacks(kernel, config, rules, asked._replace(segments=False))
@@ -174,8 +174,11 @@ def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass
 
 
 def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
-    """The problems that the attention kernel that the rules choose cannot do what a pass asks (see `attention_lacks`),
-    and that the keys of a split sequence cannot reach their queries as `context` says."""
+    """The problems of a pass with the attention kernel that the rules choose, and with `context`.
+
+    The kernel may not support what the pass asks: see `attention_lacks`. The keys of a split sequence may not reach
+    their queries in the way that `context` says.
+    """
     problems = _context_problems(config, rules, asked.seq, zigzag=not asked.padded)
     kernel = rules.kernel(platform)
     reason = attention_lacks(kernel, config, rules, asked)
@@ -188,7 +191,10 @@ def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass)
 
 
 def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> list[Problem]:
-    """`zigzag`: whether rows are sharded in zigzag, as in training. A prompt is not, and its keys are gathered."""
+    """The problems of a split sequence with `context`. zigzag: whether rows are sharded in zigzag, as in training.
+
+    A prompt is not, and its keys are gathered.
+    """
     form, over, model = rules.context, split_sequence(rules), config.model
     place, problems = rules.place("context", form), []
 
@@ -241,7 +247,7 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
 
 
 def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
-    """What a pass asks of attention (see `attention_problems`) and of experts that does not fit the rules."""
+    """The problems of rules with the attention (see `attention_problems`) and the experts that a pass asks for."""
     return [*attention_problems(config, rules, platform, asked), *_experts_problems(config, rules, platform)]
 
 

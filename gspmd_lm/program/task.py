@@ -27,8 +27,9 @@ class Losses(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """How a model of one's own writes tokens. The functions see one device and all rows; the state is what they like,
-    such as the tokens so far, or keys and values.
+    """The functions with which a model of one's own writes tokens. They see one device and all rows.
+
+    Their state is any tree of arrays, such as the tokens so far, or keys and values.
     """
 
     begin: Callable[[Any, Batch], tuple[jax.Array, Any]]  # (parameters, batch) -> logits [B, V], state
@@ -61,13 +62,12 @@ class Task:
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]] | None = None  # totals; None: the sums and the count
     metrics: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None  # (sums, count, step) -> means
     scores: Callable[[Mapping[str, float]], dict[str, float]] | None = None  # totals -> eval_...; None: of each a mean
-    partition: Callable[[Any], tuple[Any, Any]] = (
-        of_flax.split_trained
-    )  # into what gradients leave and what they change
-    # (what gradients leave, sums) -> the same parameters after the step, for those that change by another rule.
+    # Parameters -> those that gradients do not change, and those that they change.
+    partition: Callable[[Any], tuple[Any, Any]] = of_flax.split_trained
+    # (those that gradients do not change, sums) -> these parameters after the step, if they change by another rule.
     moved: Callable[[Any, Any], Any] | None = None
     generation: Generation | None = None  # how it writes tokens: for `gspmd_lm.load_task(...).generate`
-    random: bool = False  # whether training gives `sums` a key, another one in each step: see `draws`
+    random: bool = False  # whether training gives `sums` a random key, a new one in each step: see `draws`
     seed: int = 0
     matmul_precision: str = "default"
     compute_dtype: str = "float32"  # of activations
@@ -119,7 +119,7 @@ class Task:
 
     @property
     def batch_size(self) -> tuple[int, str]:
-        """What speeds count of a batch: so many tokens, or rows where the task does not say how many tokens it has."""
+        """The size of a batch, for speeds: in tokens, or in rows if the task does not say how many tokens it has."""
         return (self.tokens, "tokens") if self.tokens else (self.rows, "rows")
 
     @functools.cached_property
@@ -129,7 +129,7 @@ class Task:
 
     @functools.cached_property
     def records(self) -> list[tuple[int, Recorder]]:
-        """What the model placed in batches of so many rows, the last first: `train.state.recorded` keeps it here."""
+        """Numbers of rows, and what the model places in such a batch; `train.state.record_arrays` keeps both here."""
         return []
 
     @functools.cached_property
@@ -137,13 +137,13 @@ class Task:
         """The shapes of what `init` gives, in its own kind of tree; whether it is a module of NNX; whether it draws."""
         facts: list[tuple[bool, bool]] = []
 
-        def drawn(key: jax.Array) -> Any:
+        def draw_variables(key: jax.Array) -> Any:
             made = self._init(key)
             facts.append((of_flax.is_module(made), of_flax.is_module(made) and of_flax.draws_randomly(made)))
             return of_flax.variables(made)
 
         with jax.default_matmul_precision(None):  # as for `weights`: where both are alike, jax traces `init` once
-            return jax.eval_shape(drawn, jax.eval_shape(jax.random.key, 0)), *facts[-1]
+            return jax.eval_shape(draw_variables, jax.eval_shape(jax.random.key, 0)), *facts[-1]
 
     @property
     def is_module(self) -> bool:
@@ -152,7 +152,7 @@ class Task:
 
     @property
     def draws(self) -> bool:
-        """Whether training gives the model a key, another one in each step."""
+        """Whether training gives the model a random key, a new one in each step."""
         return self.random or self._initial[2]
 
     def _init(self, key: jax.Array) -> Any:
@@ -163,7 +163,7 @@ class Task:
         """The parameters at step 0: nested dicts of arrays, in boxes with their logical axes."""
         return of_flax.box_params(of_flax.variables(self._init(key)))
 
-    def summed(self, params: Any, batch: Batch, key: jax.Array | None, training: bool = True) -> tuple[Any, Any]:
+    def sum_batch(self, params: Any, batch: Batch, key: jax.Array | None, training: bool = True) -> tuple[Any, Any]:
         """The sums over a batch, a NamedTuple, and the new state, nested dicts. Raises InputError where `sums` gives
         something else. A module of NNX is told where it is not trained.
         """
@@ -182,7 +182,7 @@ class Task:
         return sums, state
 
     def _sums(self, training: bool, params: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Any]:
-        """What `sums` gives, and the state that it leaves, nested dicts."""
+        """The result of `sums`, and the state that it leaves, nested dicts."""
         with of_flax.reading():
             given, state = self._readable(params, key)
             if self.is_module and not training:
@@ -194,7 +194,7 @@ class Task:
             return sums, of_flax.state(changed)
 
     def _readable(self, params: Any, key: jax.Array | None = None) -> tuple[Any, Any]:
-        """What functions of the model are given for parameters, and its variables. A module of NNX is made anew."""
+        """The parameters as functions of the model take them, and its variables. A module of NNX is made anew."""
         state = of_flax.readable(self._initial[0], params)
         return (of_flax.fill_module(self._init(jax.random.key(0)), state, key) if self.is_module else state), state
 
@@ -216,7 +216,7 @@ class Task:
         """The paths of the arrays that each step leaves new, besides what gradients change."""
         if not jax.tree.leaves(self.partition(self.weights.params)[0]):
             return frozenset()  # without tracing the model
-        return frozenset(_describe(jax.eval_shape(self.summed, self.weights.params, self.batch(self.rows), None)[1]))
+        return frozenset(_describe(jax.eval_shape(self.sum_batch, self.weights.params, self.batch(self.rows), None)[1]))
 
     def begin_generation(self, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
         """The logits of the first token of each row, float32 [B, V], and the state of generation. The model must say
@@ -251,11 +251,11 @@ class Task:
         return logits_BV.astype(jnp.float32), jax.tree.map(jnp.asarray, state)
 
     def _placing(self, params: Any, batch: Batch) -> Any:
-        """A call of all functions that place arrays."""
-        return self.summed(params, batch, None), self.generation and self.first_tokens(params, batch)
+        """Calls all functions of the task that place arrays."""
+        return self.sum_batch(params, batch, None), self.generation and self.first_tokens(params, batch)
 
     def first_tokens(self, params: Any, batch: Batch) -> Any:
-        """What generation gives first, and after the token 0 of each row."""
+        """The first logits and state of generation, and those after token 0 in each row."""
         logits_BV, state = self.begin_generation(params, batch)
         return logits_BV, self.extend_generation(params, state, jnp.zeros(_rows(batch), jnp.int32))
 
@@ -279,14 +279,14 @@ class Task:
         }
 
     def divisor(self, batch: Batch) -> jax.Array:
-        """What the sums over a batch are divided by."""
+        """The number by which the sums over a batch are divided."""
         return self.count(batch) if self.count else jnp.asarray(_rows(batch), jnp.float32)
 
     def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        """What evaluation adds up over batches."""
+        """The totals of a batch, which evaluation adds up."""
         if self.evaluate:
             return self._call_model(self.evaluate, params, batch)
-        sums, state = self.summed(params, batch, None, training=False)
+        sums, state = self.sum_batch(params, batch, None, training=False)
         if state:
             raise InputError(
                 f"task {self.name}: sums() changes the model's state, and nothing says how it is evaluated\n"

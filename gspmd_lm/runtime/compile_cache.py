@@ -32,7 +32,7 @@ class CompileCache:
 
     @property
     def misses(self) -> int:
-        """How many programs had to be compiled."""
+        """The number of programs that had to be compiled."""
         return self._requests - self.hits
 
     def _count(self, event: str, **_: Any) -> None:

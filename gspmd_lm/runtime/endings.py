@@ -126,7 +126,7 @@ class StopSignal:
 
 
 def _action(number: int, new: Any = None) -> Any:
-    """What the system does at a signal, as its struct sigaction. `new` takes its place."""
+    """The action of the system at a signal, a struct sigaction. `new` takes its place."""
     old = ctypes.create_string_buffer(256)  # of which the struct takes a part
     ctypes.CDLL(None).sigaction(int(number), new, old)
     return old

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def count_cpus() -> int:
-    """How many processors this process may run on."""
+    """The number of processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

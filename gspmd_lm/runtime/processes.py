@@ -20,6 +20,7 @@ import jax
 
 from gspmd_lm.errors import FAILED, STOPPED, InputError
 from gspmd_lm.runtime import endings
+from gspmd_lm.runtime.rendezvous import read_line, send
 
 CONNECT_S = 20  # to connect to the first process
 LAST_S = 3  # how long the first process stays after it failed, so that the others can end
@@ -28,6 +29,8 @@ GRACE_S = 10  # how long a process has to end by its own error after it heard th
 HEARTBEAT_S = 3600  # until jax gives up a process, even one that is only stopped
 SILENT_HOST_S = 30  # until the connection to a host that vanished counts as closed
 _POLL_MS = 1000
+_HELLO = {"secret": str, "process": int, "host": str, "pid": int}  # what a process says when it connects
+_NOTICE = {"code": int, "message": str, "process": int}  # what it says when it leaves
 
 # Files with a line "oom_kill N": the processes that Linux has killed for want of memory, here or in this container.
 OUT_OF_MEMORY_COUNTERS = "/proc/vmstat", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"
@@ -211,7 +214,7 @@ class _Watch:
         host = str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")
         connection = socket.create_connection((host, port), timeout=CONNECT_S)
         connection.settimeout(None)
-        _send(connection, {"secret": secret, **me})
+        send(connection, {"secret": secret, **me})
         self._begin(connection, connection.makefile("r", encoding="utf-8"), first)
 
     def leave(self, code: int, message: str) -> None:
@@ -220,8 +223,8 @@ class _Watch:
         notice: dict[str, Any] = {"code": code, "message": message, "process": self.index}
         if code == STOPPED:  # it did not fail, so that the others have no errors of their own to wait for
             notice |= {"message": f"process {self.index} was stopped", "grace_s": 0}
-        for connection in self.connections.values():
-            _send(connection, notice)
+        for connection in list(self.connections.values()):
+            send(connection, notice)
         # When the first process is gone, jax ends the others, which may still have something to say.
         deadline = time.monotonic() + LAST_S
         while code and self.index == 0 and self.present and time.monotonic() < deadline:
@@ -234,8 +237,8 @@ class _Watch:
 
     def _greet(self, connection: socket.socket, secret: str) -> None:
         lines = connection.makefile("r", encoding="utf-8")
-        hello = _line(lines)
-        if hello and hello.get("secret") == secret:
+        hello = read_line(lines, _HELLO)
+        if hello and hello["secret"] == secret:
             self._begin(connection, lines, hello)
         else:
             connection.close()  # a stranger who scans for open ports
@@ -248,7 +251,7 @@ class _Watch:
 
     def _listen(self, lines: Any, other: Mapping[str, Any]) -> None:
         """Returns when another process has said that it leaves, or is gone; ends this one if the other one failed."""
-        notice = _line(lines)
+        notice = read_line(lines, _NOTICE, most=-1)
         self.present.discard(other["process"])
         if notice is None:
             gone = f"process {other['process']} (pid {other['pid']} on {other['host']}) is gone without a word"
@@ -256,9 +259,9 @@ class _Watch:
         if not notice["code"] or self.leaving:
             return  # it has finished, and waits for the others when jax ends
         self.cause = notice
-        for process, connection in self.connections.items():
+        for process, connection in list(self.connections.items()):  # others may connect meanwhile
             if self.index == 0 and process != other["process"]:
-                _send(connection, notice)
+                send(connection, notice)
         deadline = time.monotonic() + notice.get("grace_s", GRACE_S)
         while not self.leaving and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -285,20 +288,6 @@ def failure_message(notice: Mapping[str, Any]) -> str:
     else:
         what = f"process {notice['process']} ended with exit code {notice['code']}. {notice['message']}".rstrip()
     return what if "\n  fix   " in what else f"{what}\n  fix   start all processes again; they resume by themselves"
-
-
-def _line(lines: Any) -> dict[str, Any] | None:
-    """The next line; None if the connection is closed or broken."""
-    try:
-        text = lines.readline()
-        return json.loads(text) if text else None
-    except (OSError, ValueError):
-        return None
-
-
-def _send(connection: socket.socket, notice: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the other process may be gone
-        connection.sendall((json.dumps(notice) + "\n").encode())
 
 
 def _notice_a_vanished_host(connection: socket.socket) -> None:

@@ -122,7 +122,7 @@ def _gather(host: str, port: int, address: str, count: int, say: Say) -> None:
         if not is_right:
             with contextlib.suppress(OSError):
                 call = stack.enter_context(socket.create_connection((host, port), timeout=_ANSWER_S))
-                _send(call, {"process": 0, "processes": count, "mark": mark})
+                send(call, {"process": 0, "processes": count, "mark": mark})
         try:
             while missing := [number for number in range(1, count) if not _is_open(there.get(number))]:
                 now = time.monotonic()
@@ -149,7 +149,7 @@ def _gather(host: str, port: int, address: str, count: int, say: Say) -> None:
                 with contextlib.suppress(TimeoutError):
                     connection = stack.enter_context(listener.accept()[0])
                     connection.settimeout(_ANSWER_S)
-                    if (hello := _line(connection.makefile("r", encoding="utf-8"), _HELLO)) is None:
+                    if (hello := read_line(connection.makefile("r", encoding="utf-8"), _HELLO)) is None:
                         continue
                     is_right = True
                     if hello.get("mark") == mark:
@@ -158,14 +158,14 @@ def _gather(host: str, port: int, address: str, count: int, say: Say) -> None:
                     there[number] = connection
                     gone.pop(number, None)
                     told.append(connection)
-                    _send(connection, {"error": None})
+                    send(connection, {"error": None})
                     _check(number, hello["processes"], count, number == 0 or _is_open(before))
         except (InputError, RunFailed) as error:
             for connection in told:
-                _send(connection, {"error": str(error), "code": exit_code(error)})
+                send(connection, {"error": str(error), "code": exit_code(error)})
             raise
         for connection in there.values():
-            _send(connection, {"error": ""})
+            send(connection, {"error": ""})
 
 
 def _check(number: int, theirs: int, count: int, is_there: bool) -> None:
@@ -211,16 +211,16 @@ def _join(host: str, port: int, address: str, count: int, number: int, say: Say)
                 socket.create_connection((host, port), timeout=_ANSWER_S) as connection,
                 connection.makefile("r", encoding="utf-8") as lines,
             ):
-                _send(connection, {"process": number, "processes": count})
+                send(connection, {"process": number, "processes": count})
                 # Who hangs up here may be taken to have come: process 0 may just be busy with a stranger.
                 while not select.select([connection], [], [], _ANSWER_S)[0] and time.monotonic() < until:
                     failure = "timed out"
                     report()
-                if _line(lines, _ANSWER) is None:
+                if read_line(lines, _ANSWER) is None:
                     failure, strange = "another program answers there", True
                 else:
                     connection.settimeout(max(_PAUSE_S, until - now))
-                    if (answer := _line(lines, _ANSWER)) is not None:
+                    if (answer := read_line(lines, _ANSWER)) is not None:
                         if answer["error"]:
                             raise (InputError if answer["code"] == WRONG_INPUT else RunFailed)(answer["error"])
                         return
@@ -249,13 +249,14 @@ def _name_processes(numbers: list[int]) -> str:
     return f"process{'es' * (len(numbers) > 1)} {shown}"
 
 
-def _line(lines: TextIO, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The next line of another process; None if a stranger has sent it, such as one who scans for open ports.
+def read_line(lines: TextIO, wanted: Mapping[str, Any], most: int = 4096) -> dict[str, Any] | None:
+    """The next line of another process. None if the connection is closed, or if a stranger has sent the line.
 
-    wanted: the names of its values, with their types. Raises TimeoutError if no line comes.
+    Strangers are programs that scan for open ports, say. wanted: the names of the line's values, with their types.
+    most: characters of a line; -1 for any number. Raises TimeoutError if no line comes.
     """
     try:
-        found = json_value(lines.readline(4096), "the line of a process")
+        found = json_value(lines.readline(most), "the line of a process")
     except TimeoutError:
         raise
     except (OSError, ValueError):
@@ -264,6 +265,7 @@ def _line(lines: TextIO, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     return found if is_ours else None
 
 
-def _send(connection: socket.socket, line: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the other process may be gone
+def send(connection: socket.socket, line: Mapping[str, Any]) -> None:
+    """Sends a line for `read_line`, unless the other process is gone."""
+    with contextlib.suppress(OSError):
         connection.sendall((json.dumps(line) + "\n").encode())

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """What this process runs on. Counts are over all processes."""
+    """The platform and the devices of this process. Counts are over all processes."""
 
     platform: str  # cpu, gpu or tpu
     device_kind: str

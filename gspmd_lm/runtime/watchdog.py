@@ -50,7 +50,7 @@ class Watchdog:
     def __init__(self, hang_minutes: float, say: Callable[[str], None]):
         """hang_minutes: until a run ends; 0 means never. say: prints a line."""
         self.done, self.hang_s, self.say = 0, 60 * hang_minutes, say
-        # Is told the kind and the seconds of a step that was late, once it is done, and of whatever ends the run.
+        # Called with the kind and the seconds of each late step, once it is done, and of whatever ends the run.
         self.count_hang: Callable[[str, float], None] = lambda kind, seconds: None
         self.taken_s: collections.deque[float] = collections.deque(maxlen=STEPS)
         self._kind = "start"
@@ -58,7 +58,7 @@ class Watchdog:
         self._near = False  # whether the present part has taken half as long as makes it late
         self._began = time.monotonic()  # of the part that is computed
         self._left, self._lock = threading.Event(), threading.Lock()
-        self._reported_at = time.monotonic()
+        self._reported_at = time.monotonic()  # when the first process last took a report
         # Process -> its last report: a count, the step done, and what it is at. None before the first look.
         self._reports: dict[int, list[Any]] | None = None
         self._ends = False  # whether something hangs, here or in another process
@@ -106,7 +106,7 @@ class Watchdog:
             self.count_hang(*hung)
 
     def _at(self) -> str:
-        """What the process is doing now, in words, such as evaluating."""
+        """The present work of the process, in words, such as 'step 7' or 'saving'."""
         return _WATCHED.get(self._kind, self._kind).format(next=self.done + 1)
 
     def _look(self) -> None:
@@ -137,7 +137,7 @@ class Watchdog:
         if not self.several:
             return line
         if self._index:  # the first process says it, unless it is the one that does not answer
-            return f"{line}; process 0 does not answer" if self._silent_s() > 3 * TICK_S else ""
+            return f"{line}; process 0 does not answer" if time.monotonic() - self._reported_at > 3 * TICK_S else ""
         before, reports = self._reports, self._read()
         self._reports = reports
         if before is None:
@@ -152,10 +152,6 @@ class Watchdog:
             elif report[2] != at:
                 who.append(f"process {number}: {report[2]}")
         return f"{line}; {', '.join(who[:8]) or 'all processes answer, and wait in the same place'}"
-
-    def _silent_s(self) -> float:
-        """How long the first process has not taken a report."""
-        return time.monotonic() - self._reported_at
 
     def _end(self, waited_s: float, at: str) -> None:
         """Writes the stacks of all threads into the log, has the other processes do so too, and ends this one."""

@@ -19,6 +19,7 @@ from gspmd_lm.data.ahead import AheadLoader
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.errors import InputError, RunFailed, StoreFailed
+from gspmd_lm.program.program import add_totals
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.endings import StopSignal
 from gspmd_lm.runtime.preemption import Agreement
@@ -113,7 +114,7 @@ class Run:
         """
         with self.checkpoints() as checkpoints:
             chosen = checkpoints.choose(step, self.step.abstract_state)
-            best = Best.of(chosen.extra) if chosen else Best()
+            best = Best.from_extra(chosen.extra) if chosen else Best()
             if chosen and (chosen.step >= stop or best.ends(self.settings.patience)):
                 self.say(saving.nothing_to_do(chosen.step, stop, best, self.settings.patience))
                 return {}
@@ -209,7 +210,7 @@ class Run:
                 yield program(params, batch)  # it is read before the next one is asked for
                 beat()
 
-        values = self.step.task.evaluation_values(progress.add_totals(totals()))
+        values = self.step.task.evaluation_values(add_totals(totals()))
         self.say(f"step {step}: held-out {progress.scores(values)}")
         return values
 
@@ -423,8 +424,9 @@ class _Training:
     def _say_how_it_ended(self) -> None:
         run, train, best = self.run, self.config, self.best
         if self.interrupted:
-            run.has_work_left = self.done < self.stop and not self._ends_early
-            self.say(f"stopped at step {self.done} on request; the same command goes on from there")
+            run.has_work_left = self.done < self.stop
+            then = "the same command goes on from there" if run.has_work_left else "it is the last, and not evaluated"
+            self.say(f"stopped at step {self.done} on request; {then}")
         elif self._ends_early:
             self.say(
                 f"stopped early at step {self.done}: the last {best.since} evaluations were not better (train.patience)"

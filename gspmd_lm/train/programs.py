@@ -14,7 +14,7 @@ from gspmd_lm.train.step import Step
 
 
 class MeasuredStep(NamedTuple):
-    """What a run has measured of its steps, without the first one."""
+    """The measurements of a run's steps, without the first one."""
 
     workdir: epath.Path
     seconds: float  # of a step: the median, without evaluation and saving, and without traced steps if there are others

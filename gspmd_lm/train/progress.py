@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 from rich.bar import Bar
 from rich.console import Console
@@ -39,15 +38,6 @@ _COLUMNS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
     ("epoch", 7, "epoch", lambda value: _digits(value, 3)),
     ("left", 7, "left_s", human_clock),
 )
-
-
-def add_totals(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
-    """The sums of the totals of batches, in float64: numbers, and arrays of the totals that are arrays."""
-    sums: dict[str, Any] = {}
-    for of_batch in totals:
-        for name, total in jax.device_get(of_batch).items():
-            sums[name] = sums.get(name, 0.0) + np.float64(total)
-    return sums
 
 
 def clock(console: Console, what: str, main: bool = True) -> Progress:

@@ -1,4 +1,4 @@
-"""What a run is about to read, and whether its source can deliver that: said when training begins."""
+"""Lines at the start of training: the rows that the run will read, and whether its source is fast enough."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -68,7 +68,7 @@ class Best:
     evaluated: int | None = None  # the step of the last evaluation that counted
 
     @classmethod
-    def of(cls, extra: dict[str, Any]) -> "Best":
+    def from_extra(cls, extra: dict[str, Any]) -> "Best":
         """The best evaluation that a checkpoint holds; without one, nothing is best yet.
 
         Raises InputError for one that no run has written.

@@ -89,7 +89,7 @@ def record_arrays(config: Config | Task, arrays: Arrays, microbatches: int, rule
         # A model may multiply its inputs with weights without placing them first.
         floats = [name for name, x in batch.items() if jnp.issubdtype(x.dtype, jnp.floating)]
         batch = batch | {name: mark(batch[name], specs[name]) for name in floats}
-        return task.summed(params, batch, None)[0].loss
+        return task.sum_batch(params, batch, None)[0].loss
 
     batch = task.batch(rows)
     recorder = record(rules, forward, arrays.params, batch)

@@ -36,7 +36,7 @@ class Step(TaskProgram):
     """The functions of a task under rules on a mesh, ready to be jitted, and where their inputs live."""
 
     @property
-    def asked(self) -> Pass:
+    def attention_pass(self) -> Pass:
         return attention_pass(self.config)
 
     @property
@@ -78,15 +78,15 @@ class Step(TaskProgram):
         return {name: like.sharding for name, like in self.abstract_batch.items()}
 
     @property
-    def held(self) -> dict[str, Any]:
+    def arrays_between_steps(self) -> dict[str, Any]:
         """The arrays that devices hold between steps: trees of shapes and shardings, by purpose."""
         state = self.abstract_state
         return {"weights": state.params, "optimizer": state.optimizer, "batch": self.abstract_batch}
 
     @property
-    def held_in_step(self) -> dict[str, Any]:
-        """`held`, and the gradients, all of which a step has at once: their norm is known before any weight changes."""
-        return self.held | {"gradients": place_shapes(self.arrays.trained, self._gradient_shardings)}
+    def arrays_within_step(self) -> dict[str, Any]:
+        """The same with the gradients, which a step has all at once: it needs their norm before weights change."""
+        return self.arrays_between_steps | {"gradients": place_shapes(self.arrays.trained, self._gradient_shardings)}
 
     def lower_init(self) -> jax.stages.Lowered:
         """() -> State at step 0, with the same values under every placement."""
@@ -164,7 +164,7 @@ class Step(TaskProgram):
         key = jax.random.fold_in(state.key, state.step) if self.task.draws else None
 
         def loss(trained: Any, frozen: Any, batch: Batch) -> tuple[jax.Array, Any]:
-            sums, changed = self.task.summed(lora.join_trees(frozen, trained), batch, key)
+            sums, changed = self.task.sum_batch(lora.join_trees(frozen, trained), batch, key)
             return sums.loss / count, (sums, changed)
 
         def differentiate(batch: Batch, placement: MeshPlacement | None = None) -> tuple[Any, Any]:
@@ -205,7 +205,7 @@ class Step(TaskProgram):
             return jnp.zeros((*lead, *like.shape), jnp.float32)
 
         rows = self.task.batch(self.task.rows // microbatches)
-        sums = jax.eval_shape(self.task.summed, self.arrays.params, rows, None)
+        sums = jax.eval_shape(self.task.sum_batch, self.arrays.params, rows, None)
         start = constrain(jax.tree.map(zeros, trained)), jax.tree.map(zeros, sums)
         pieces = {name: cut(name, x) for name, x in sorted(batch.items())}
         (gradients, sums), _ = jax.lax.scan(accumulate, start, pieces)

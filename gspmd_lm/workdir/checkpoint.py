@@ -48,7 +48,7 @@ def open_checkpoints(
 ) -> Iterator["Checkpoints"]:
     """A context of the checkpoints in a workdir, of a model that `architecture` describes: see `run_checkpoints`.
 
-    An error within the context is raised even if a save in progress fails, too, of which only `report` is told.
+    An error within the context is raised even if a save in progress, or closing, fails too: only `report` says that.
     """
     directory = str(epath.Path(workdir) / layout.CHECKPOINTS)
     checkpoints = Checkpoints(
@@ -59,7 +59,7 @@ def open_checkpoints(
     except BaseException:
         try:
             checkpoints.close()
-        except RunFailed as error:
+        except Exception as error:  # a store raises what it likes
             report(str(error).partition("\n")[0])
         raise
     checkpoints.close()

@@ -54,7 +54,7 @@ def facts(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_run(path: epath.Path, step: int) -> dict[str, Any]:
-    """What a run saved beside the arrays of checkpoint `step`: `architecture` and `extra`, each an object.
+    """The JSON that a run saved beside the arrays of checkpoint `step`: `architecture` and `extra`, each an object.
 
     Raises InputError if the file says something else, or is of another step: a folder may be a copy or a link.
     """

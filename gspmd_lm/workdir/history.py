@@ -1,4 +1,4 @@
-"""What a run leaves in its workdir: the files that describe it, which are written and read here, and what it logged."""
+"""The files in a workdir that describe a run, which are written and read here, and the rows that it has logged."""
 
 import dataclasses
 import datetime
@@ -58,7 +58,7 @@ def write_description(
 
 
 def count_devices(workdir: epath.Path) -> int:
-    """How many devices a run had when it was last started; 0 if nothing says it."""
+    """The number of devices of a run when it was last started; 0 if no file says it."""
     path = workdir / layout.ABOUT
     try:
         return _count_devices(json_object(paths.read_text(path), path)) if path.exists() else 0
@@ -159,7 +159,7 @@ class RunHistory:
 
     @property
     def devices(self) -> int:
-        """How many devices it had when it was last started; 0 if nothing says it."""
+        """The number of devices when the run was last started; 0 if no file says it."""
         return _count_devices(self.about)
 
     def whole(self, section: str, key: str) -> int:

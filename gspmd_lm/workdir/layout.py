@@ -1,4 +1,4 @@
-"""What a run leaves in its workdir: the names of its files, and the files that describe it."""
+"""The names of the files that a run leaves in its workdir."""
 
 from collections.abc import Collection
 from pathlib import Path

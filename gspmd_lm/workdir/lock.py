@@ -4,10 +4,12 @@ Whatever ends a process, the process gives the lock back first, unless it is kil
 
 On a file system this is the system's own lock, which ends with the process that holds it. An object store has no locks.
 There it is an object that can be created only if it does not exist, and that its holder rewrites as long as it lives.
+A file system without locks has such an object, too.
 """
 
 import contextlib
 import datetime
+import errno
 import functools
 import json
 import os
@@ -45,25 +47,26 @@ def hold(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
     A lock that a dead process left is taken over, and `say` is told so. On an object store a start waits until the lock
     is stale, so that a job may be started again at once.
 
-    Raises InputError if another run holds the lock, with its process, its host and the time since when. The check
-    raises RunFailed if the lock was lost.
+    Raises InputError if another run holds the lock, with its process, its host and the time since when, and RunFailed
+    if the disk is full. The check raises RunFailed if the lock was lost.
     """
     if files.is_remote(workdir):
         with _Beating(f"{workdir}/{HOLDER}", say) as beating:
             yield beating.check
         return
-    lock = filelock.FileLock(workdir / LOCK, thread_local=False)  # any thread may end this process, and give it back
+    # Any thread may end this process, and give the lock back. A soft lock of a host that is lost would never be free.
+    lock = filelock.FileLock(workdir / LOCK, thread_local=False, fallback_to_soft=False)
     holder = Path(workdir / HOLDER)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout as error:
         raise already_running(workdir, _read(holder)) from error
-    except NotImplementedError:  # filelock before version 4 gives up on a file system without locks
-        with _Beating(str(holder.absolute()), say) as beating:
-            yield beating.check
-        return
     except OSError as error:
-        raise InputError(f"{workdir}: cannot be written in ({files.reason(error)})\n  fix   --workdir=DIR") from error
+        if error.errno == errno.ENOSYS:  # a file system without locks, such as Lustre without its option flock
+            with _Beating(str(holder.absolute()), say) as beating:
+                yield beating.check
+            return
+        raise _unwritable(workdir, error, "written in") from error
 
     def give_back() -> None:
         with contextlib.suppress(OSError):  # what the folder does not let the run write is said by the run
@@ -82,7 +85,7 @@ def exclusive(workdir: epath.Path, is_main: bool, say: Say) -> Iterator[Callable
     """A context in which a workdir exists and this run alone writes to it. Gives the check of `hold`.
 
     The first process alone holds the lock. A folder that was made here and stayed empty is removed again. Raises
-    InputError if the folder cannot be made, or if another run writes to it.
+    InputError if the folder cannot be made, or if another run writes to it, and RunFailed if the disk is full.
     """
     path = Path(workdir)
     if not files.is_remote(workdir) and path.is_symlink() and not path.exists():
@@ -96,7 +99,7 @@ def exclusive(workdir: epath.Path, is_main: bool, say: Say) -> Iterator[Callable
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{workdir}: cannot be written ({files.reason(error)})\n  fix   --workdir=DIR") from error
+        raise _unwritable(workdir, error, "written") from error
     with hold(workdir, say) as check:
         try:
             yield check
@@ -124,6 +127,13 @@ def already_running(workdir: object, holder: dict[str, Any] | None) -> InputErro
     return InputError(f"{workdir}: {who} is writing there\n  fix   wait for it or stop it, or give another --workdir")
 
 
+def _unwritable(workdir: epath.Path, error: OSError, what: str) -> InputError | RunFailed:
+    """The error for a folder in which nothing can be written. On a full disk, a later start may find room."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunFailed(f"{workdir}: {files.reason(error)}\n  fix   make room there, then start the same command")
+    return InputError(f"{workdir}: cannot be {what} ({files.reason(error)})\n  fix   --workdir=DIR")
+
+
 def _me() -> dict[str, Any]:
     return {
         "process": os.getpid(),
@@ -135,7 +145,7 @@ def _me() -> dict[str, Any]:
 
 
 def _read_life(process: Any) -> list[str] | None:
-    """What tells a living process of this machine from all others; None if it is gone, or if the system has no /proc.
+    """An identity that no other process ever has; None if the process is gone, or if the system has no /proc.
 
     It is the boot of the machine, the namespace of process numbers (a container has its own), and when it started.
     """
@@ -212,8 +222,11 @@ class _Beating:
             return
         if self.thread.is_alive():
             self.thread.join(BEAT_S)
-        if (held := self._read()) and held.get("token") == self.mine["token"]:
-            self.store.rm_file(self.path)
+        try:
+            if (held := _parse_lock(self._content())) and held.get("token") == self.mine["token"]:
+                self.store.rm_file(self.path)
+        except Exception as error:  # a store raises what it likes, and the run has done its work
+            self.say(f"warning: {self.url}: the lock could not be given back: {error}")
 
     def check(self) -> None:
         """Raises RunFailed if the lock was lost."""
@@ -264,9 +277,6 @@ class _Beating:
             return self.store.cat_file(self.path)
         except OSError:
             return b""
-
-    def _read(self) -> dict[str, Any] | None:
-        return _parse_lock(self._content())
 
     def _renew(self) -> None:
         """Writes the lock anew, unless another run has it, or had it and has ended. Raises what the store raises."""

@@ -220,7 +220,7 @@ def read_rows(path: epath.Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def damage(rows: Sequence[object]) -> str:
-    """What to say about lines that hold no row; '' if there are none."""
+    """A sentence about lines that hold no row; '' if there are none."""
     damaged = [str(number) for number, row in enumerate(rows, 1) if not row]
     if len(damaged) < 2:
         return f"line {damaged[0]} cannot be read and is left out" if damaged else ""

@@ -36,6 +36,7 @@ def resolve(directory: str) -> epath.Path:
             f"{directory}: Orbax writes checkpoints to local paths and to gs://, not to {scheme}://\n"
             "  fix   mount the bucket as a file system and give its path, or use gs://"
         )
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
         if not is_url:
             path = path.expanduser().absolute()

@@ -44,7 +44,7 @@ def import_tracker(tracker: str) -> Any:
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     try:
         return importlib.import_module(_PACKAGES[tracker])
-    except ImportError as error:  # it is installed, as `check` has seen, but something that it needs is not
+    except ImportError as error:  # it is installed, as `check_installed` has seen, but something that it needs is not
         raise InputError(
             f"train.trackers: {tracker} cannot be imported: {error}\n"
             f"  fix   install what is missing, or leave {tracker} out of train.trackers"

@@ -28,7 +28,7 @@ class WallTime:
         """began: the time.monotonic() from which on time counts; None: from now on."""
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self._kind, self._since = "start", time.monotonic() if began is None else began
-        self.observe: Callable[[str], None] = lambda kind: None  # is told each new kind
+        self.observe: Callable[[str], None] = lambda kind: None  # called with each new kind
 
     def add_earlier(self, totals: Mapping[str, float]) -> None:
         """Adds the seconds of earlier starts, as `earlier_totals` finds them."""

@@ -54,7 +54,7 @@ def forge(folder, count, seed):
         files.seal(run.directory / "1", ("state", "run"))
         try:
             _, restored, extra = run.open().restore(abstract(state))
-            Best.of(extra)
+            Best.from_extra(extra)
         except InputError:
             ends["refused"] += 1
             continue

@@ -304,6 +304,14 @@ def test_output_that_cannot_be_written_is_told_in_a_sentence(verb, unbuffered):
     assert re.fullmatch(r"standard output: No space left on device\n  fix   make room .*\n", ended.stderr)
 
 
+def test_a_store_that_fails_is_told_in_a_sentence(run, monkeypatch):
+    scope = {"__name__": "gcsfs.core"}
+    exec("def fail(argv): raise LookupError('no such bucket')", scope)
+    monkeypatch.setattr(cli, "_run", scope["fail"])
+    code, _, said = run("train")
+    assert code == 1 and said.startswith("the object store failed (LookupError: no such bucket)\n  fix   log in")
+
+
 def test_characters_that_an_output_does_not_know_are_escaped():
     code = "from gspmd_lm import cli; cli._run = lambda argv: print('a « 日') or 0; cli.main(['main.py'])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=True,

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
+from etils import epath
 
 from gspmd_lm import config, errors
 from gspmd_lm.config import core_yaml, paths
@@ -139,6 +141,17 @@ def test_missing_file_names_the_nearest():
 @pytest.mark.parametrize("name", ["tiny", "tiny.yaml", "configs/tiny", "configs/tiny.yaml"])
 def test_names_are_looked_up_in_configs(name):
     assert config.load(name).name == "tiny"
+
+
+def test_a_config_in_a_bucket_is_read_there(load, monkeypatch):
+    """As convert names it, which may have a bucket for its workdir."""
+    place = "gs://bucket/run/config.yaml"
+    monkeypatch.setattr(type(epath.Path(place)), "read_text", lambda path, encoding: {place: RIGHT}[str(path)])
+    assert config.load(place).model == load().model
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(InputError, match=r"config\.yaml: cannot be read \(.*install gcsfs"):
+        config.load(place)
 
 
 def test_names_are_found_from_any_folder(tmp_path, monkeypatch):

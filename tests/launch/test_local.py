@@ -1,6 +1,7 @@
 """Runs that launch starts on this machine, and on stand-ins of TPU hosts: they go on after a kill to the same loss."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -8,11 +9,14 @@ import shlex
 import signal
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT
+from gspmd_lm.launch import logs
 from gspmd_lm.launch.local import Local, free_port
+from gspmd_lm.launch.place import CommandFailed, State
 from tests.launch.cloud import HOSTS, QUICK
 from tests.launched import FROM_OUTSIDE
 from tests.quick import QUICK_FLAGS
@@ -44,6 +48,17 @@ def test_wrong_input_ends_a_launch(machine, tmp_path):
     job = machine.job("local", workdir=str(tmp_path / "run"), train="--config=tinny")
     assert machine.launch(job) == WRONG_INPUT
     assert any("0: tinny: no such file" in line for line in machine.said)
+
+
+def test_a_place_that_is_silent_for_a_week_and_a_full_disk_end_no_launch(machine, tmp_path, monkeypatch):
+    states = [CommandFailed("no answer")] * 1100 + [State.READY]
+    monkeypatch.setattr(Local, "state", Mock(side_effect=states))
+    monkeypatch.setattr(Local, "commands", lambda self, program, port: [["true"]])
+    monkeypatch.setattr(logs, "add_line", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    job = machine.job("local", workdir=str(tmp_path / "run"), logs=str(tmp_path / "logs"), train=TRAIN)
+    (tmp_path / "logs/1.old").mkdir(parents=True)
+    assert machine.launch(job, waits=dataclasses.replace(QUICK, longest=0)) == 0
+    assert machine.said.count("no answer") == 1100 and machine.said[-1] == "the run is finished"
 
 
 @pytest.mark.parametrize("ends", [0, 1])

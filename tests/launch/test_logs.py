@@ -33,6 +33,20 @@ def test_the_newest_attempt_is_followed(folder):
     assert list(follower.lines()) == [("0", "again")]
 
 
+def test_the_last_lines_of_a_file_that_grows_meanwhile_are_whole(folder, monkeypatch):
+    file = folder / "10/2.log"
+    stat = (kind := type(logs.epath.Path(file))).stat
+
+    def grow(path):
+        if str(path) == str(file):
+            file.write_text(f"{file.read_text()}ne\n")
+        return stat(path)
+
+    monkeypatch.setattr(kind, "stat", grow)
+    shown = [line for name, line in logs.RunFollower(folder / "10", 1).lines() if name == "2"]
+    assert shown[0] == "half a line"
+
+
 def test_more_lines_than_there_are(folder):
     assert [line for name, line in logs.RunFollower(folder / "10", 99).lines() if name == "2"] == [
         "10: begins",

@@ -26,6 +26,11 @@ def test_exit_codes_together(codes, together):
     assert place.combine(codes) == together
 
 
+@pytest.mark.parametrize("given", ["--compile_cache=none", "--compile-cache=none"])
+def test_programs_are_kept_where_the_flags_say(given):
+    assert place.with_cache(Job(workdir="gs://b/run", train=given)) == [given, "--workdir=gs://b/run"]
+
+
 def test_a_log_tells_of_its_process(tmp_path):
     (tmp_path / "0.log").write_text("step 9/99  loss 1\nsaved\n")
     (tmp_path / "10.log").write_text(f"step 12/99\n{logs.ENDED} 75\n")

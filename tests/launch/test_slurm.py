@@ -51,7 +51,7 @@ def test_a_controller_that_does_not_answer_starts_nothing_twice(cloud):
 
 def test_wrong_input_is_never_tried_again(cloud):
     cloud.attempts(f"test $SLURM_PROCID = 1 && exit {WRONG_INPUT}; sleep 60")
-    assert cloud.launch(job(cloud)) == WRONG_INPUT
+    assert cloud.launch(job(cloud, logs=str(cloud.at / "my logs"))) == WRONG_INPUT
     assert len(submitted(cloud)) == 1
 
 

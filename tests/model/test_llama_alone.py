@@ -35,7 +35,7 @@ def loss_of(config):
     """The loss of a config, its parameters and a batch. The parts of the model have been chosen before."""
     task = decoder.task(config)
     params = nn.unbox(jax.eval_shape(task.initial, jax.random.key(0)))
-    return lambda params, batch: task.summed(params, batch, None)[0], params, task.batch(2)
+    return lambda params, batch: task.sum_batch(params, batch, None)[0], params, task.batch(2)
 
 
 def test_a_loss_of_a_llama_runs_through_its_own_files_alone(small):

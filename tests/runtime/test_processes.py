@@ -1,12 +1,15 @@
 """Whole runs, as people start them: the README's command, several processes, many runs in a row, the wheel."""
 
+import contextlib
 import json
 import os
+import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 import venv
 import zipfile
 from pathlib import Path
@@ -209,6 +212,49 @@ def test_the_first_process_gathers_what_all_have(monkeypatch):
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
         gathered = processes.gather({"of": index})
         assert gathered == ([{"of": 0}, {"of": 1}, {"of": 2}] if index == 0 else [])
+
+
+@pytest.fixture
+def connect(monkeypatch):
+    """Connects to the watch of the first of four processes, as the process of a number; that of None sends a line."""
+
+    def connect(number, line=None):
+        port, secret, _ = json.loads(store["gspmd_lm/watch"])
+        connection = sockets.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        hello = {"secret": secret, "process": number, "host": "here", "pid": 7}
+        connection.sendall(line or (json.dumps(hello) + "\n").encode())
+        while number is not None and number not in watch.connections:
+            time.sleep(0.01)
+        return connection
+
+    store = {}
+    monkeypatch.setattr(processes, "client", lambda: SimpleNamespace(key_value_set=store.__setitem__))
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    watch = processes._Watch()
+    with contextlib.ExitStack() as sockets:
+        yield connect
+        watch.leaving = True
+
+
+def test_a_process_that_fails_while_others_connect_ends_the_first_one(connect, monkeypatch):
+    ended = queue.Queue()
+
+    def send(connection, line):
+        connect(3)  # while the others are told
+
+    monkeypatch.setattr(processes, "send", send)
+    monkeypatch.setattr(processes, "GRACE_S", 0)
+    monkeypatch.setattr(processes.endings, "end", lambda *end: ended.put(end))
+    failing, _ = connect(1), connect(2)
+    failing.sendall(b'{"code": 1, "message": "out of memory", "process": 1}\n')
+    code, message = ended.get(timeout=10)
+    assert code == 1 and message.startswith("process 1 ended with exit code 1. out of memory\n")
+
+
+@pytest.mark.parametrize("line", [b"5\n", b"GET / HTTP/1.1\r\n", b"\xff" * 5000, b'{"secret": "x", "process": 1}\n'])
+def test_strangers_are_hung_up_on(connect, line):
+    with contextlib.suppress(ConnectionResetError):
+        assert connect(None, line).recv(1) == b""
 
 
 @pytest.mark.slow

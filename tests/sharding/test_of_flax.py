@@ -166,7 +166,7 @@ def test_a_module_of_nnx_draws_keeps_state_and_is_evaluated_without_either():
     assert task.draws and task.is_module and task.changed_paths == {"batch_stats.norm.mean", "batch_stats.norm.var"}
     params = nn.unbox(task.initial(jax.random.key(0)))
     batch = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)}
-    summed = jax.jit(task.summed, static_argnums=3)
+    summed = jax.jit(task.sum_batch, static_argnums=3)
     (one, state), (same, _), (other, _) = (summed(params, batch, jax.random.key(n), True) for n in (1, 1, 2))
     assert one.loss == same.loss != other.loss
     kernel, mean = params["params"]["layer"]["kernel"], state["batch_stats"]["norm"]["mean"]

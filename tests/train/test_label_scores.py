@@ -14,7 +14,7 @@ from etils import epath
 from gspmd_lm.data.labelled import order_classes
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.objectives import SEVERAL, class_scores, class_sums, number_scores, number_sums
-from gspmd_lm.train import progress
+from gspmd_lm.program.program import add_totals
 from gspmd_lm.workdir import history
 
 CUTS = (0, 37, 44, 100)  # three uneven batches
@@ -49,7 +49,7 @@ def test_scores_of_classes_are_those_of_all_rows_at_once(classes):
     logits = draw.normal(size=(100, classes)).astype(np.float32)
     logits[np.arange(100), labels] += 0.7
     logits[:, 4:] = -9  # ... nor predicted, and has no F1
-    totals = progress.add_totals(jax.jit(class_sums)(x, y) for x, y in _batches(logits, labels, padding=(3, -1)))
+    totals = add_totals(jax.jit(class_sums)(x, y) for x, y in _batches(logits, labels, padding=(3, -1)))
     assert totals["true"].dtype == np.float64 and totals["true"].sum() == totals["predicted"].sum() == 100
     want = _by_definition(logits.argmax(1), labels, range(classes))
     assert [*class_scores(totals)] == ["eval_accuracy", "eval_f1", "eval_matthews"]
@@ -58,12 +58,12 @@ def test_scores_of_classes_are_those_of_all_rows_at_once(classes):
 
 def test_scores_that_are_not_defined_are_0():
     logits, sums = np.array([[1.0, 0.0]] * 3, np.float32), jax.jit(class_sums)
-    alike = class_scores(progress.add_totals([sums(logits, np.zeros(3, np.int32))]))
+    alike = class_scores(add_totals([sums(logits, np.zeros(3, np.int32))]))
     assert alike == {"eval_accuracy": 1.0, "eval_f1": 0.0, "eval_matthews": 0.0}
-    none = class_scores(progress.add_totals([sums(logits, np.full(3, -1, np.int32))]))
+    none = class_scores(add_totals([sums(logits, np.full(3, -1, np.int32))]))
     assert none == {"eval_accuracy": 0.0, "eval_f1": 0.0, "eval_matthews": 0.0}
     numbers = jax.jit(number_sums)(np.ones(3), np.arange(3.0), np.ones(3, bool))
-    assert number_scores(progress.add_totals([numbers])) == {"eval_pearson": 0.0}
+    assert number_scores(add_totals([numbers])) == {"eval_pearson": 0.0}
 
 
 def test_the_correlation_is_that_of_all_rows_at_once():
@@ -72,7 +72,7 @@ def test_the_correlation_is_that_of_all_rows_at_once():
     predicted = (2 + 0.5 * labels + draw.normal(size=100)).astype(np.float32)
     counted = np.ones(100, bool)
     padded = _batches(predicted, labels, counted, padding=(np.nan, 0, False))
-    totals = progress.add_totals(jax.jit(number_sums)(*one) for one in padded)
+    totals = add_totals(jax.jit(number_sums)(*one) for one in padded)
     assert totals["labels"] == 100
     assert number_scores(totals)["eval_pearson"] == pytest.approx(np.corrcoef(predicted, labels)[0, 1], abs=1e-6)
 
@@ -84,7 +84,7 @@ def test_scores_of_several_classes_are_those_of_all_rows_at_once():
     labels = (true @ [1, 2, 4]).astype(np.int32)
     batches = _batches(logits, labels, padding=(3, -1))
     evaluate = jax.jit(functools.partial(SEVERAL.evaluate, model, None))
-    found = progress.add_totals(evaluate({"logits": x, "labels": y}) for x, y in batches)
+    found = add_totals(evaluate({"logits": x, "labels": y}) for x, y in batches)
     of_true, said = np.where(true, 1 / (1 + np.exp(-logits)), 1 / (1 + np.exp(logits))), logits > 0
     precision, recall = true[said].mean(), said[true == 1].mean()
     wanted = {"eval_loss": -np.log(of_true).mean(), "eval_accuracy": (said == true).mean(),

@@ -309,8 +309,10 @@ def test_being_asked_to_stop_saves_and_a_second_run_goes_on(run, straight, tmp_p
     assert lost == [] and promise not in said[0] and promise in first.console.file.getvalue()
     assert state_of(first)[0] == 3
     second = run(tmp_path)
+    monkeypatch.setattr(Agreement, "due", lambda self, step: {"stop"} if step == 12 else set())
     second.train(12)
     assert not second.has_work_left
+    assert "stopped at step 12 on request; it is the last, and not evaluated" in second.console.file.getvalue()
     same(state_of(run(tmp_path))[1], straight[1][1])
 
 

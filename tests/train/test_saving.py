@@ -26,7 +26,7 @@ def test_the_best_evaluation_knows_how_many_later_ones_were_not_better():
 
 def test_only_an_evaluation_is_the_best_one():
     best = Best(step=4, loss=2.0, since=1, evaluated=6)
-    assert Best.of({"best": dataclasses.asdict(best)}) == best and Best.of({}) == Best()
+    assert Best.from_extra({"best": dataclasses.asdict(best)}) == best and Best.from_extra({}) == Best()
     for wrong in (None, 7, [], {"step": "4"}, {"since": None}, {"other": 1}):
         with pytest.raises(InputError, match="best evaluation is not one"):
-            Best.of({"best": wrong})
+            Best.from_extra({"best": wrong})

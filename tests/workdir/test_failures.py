@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -208,7 +209,8 @@ def test_a_failed_write_is_raised_by_the_next_call(run, monkeypatch, call):
         assert run.open().steps() == [4]
 
 
-def test_an_error_of_a_run_is_raised_though_its_save_fails_too(run, monkeypatch):
+@pytest.mark.parametrize("closing", [False, True])
+def test_an_error_of_a_run_is_raised_though_its_save_or_closing_fails_too(run, monkeypatch, closing):
     reports = []
     train = Train(steps=1)
     with (
@@ -216,9 +218,12 @@ def test_an_error_of_a_run_is_raised_though_its_save_fails_too(run, monkeypatch)
         open_checkpoints(run.directory.parent, train, ARCHITECTURE, reports.append) as checkpoints,
     ):
         fail_while_writing(run, checkpoints, monkeypatch)
+        if closing:
+            monkeypatch.setattr(checkpoints, "_empty_trash", Mock(side_effect=OSError("the disk is gone")))
         raise RunFailed("the first error")
     (report,) = reports
-    assert report.startswith(f"checkpoint 2 was not written to {run.directory}: ") and "No space left" in report
+    said = "the disk is gone" if closing else f"checkpoint 2 was not written to {run.directory}: "
+    assert report.startswith(said) and (closing or "No space left" in report)
 
 
 VANISHED = """

@@ -1,6 +1,7 @@
 """The lock of a workdir: one run at a time, on a file system and on an object store."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -8,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
-import filelock
 import fsspec
 import pytest
 from etils import epath
@@ -79,6 +80,14 @@ def test_a_workdir_that_is_gone_is_said_and_leaving_it_hides_no_error(tmp_path, 
         check()
     said = "the first error" if harm == "locked" else f"{workdir}: config.yaml and lock.json are gone; the folder was"
     assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, RunFailed), (errno.EACCES, InputError)])
+@pytest.mark.parametrize("place", ["os.makedirs", "filelock.FileLock.acquire"])
+def test_a_start_on_a_full_disk_may_be_tried_again(tmp_path, monkeypatch, place, number, kind):
+    monkeypatch.setattr(place, Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(kind, match=os.strerror(number)), lock.exclusive(epath.Path(tmp_path / "run"), True, print):
+        pass
 
 
 @pytest.fixture
@@ -245,12 +254,10 @@ def test_on_a_store_a_run_that_was_stopped_for_long_looks_at_its_lock_before_it_
             held.check()
 
 
-def test_on_a_store_that_does_not_answer_nobody_loses_a_lock(store, clock, monkeypatch):
-    def fail(*_):
-        raise OSError("no route to host")
-
+@pytest.mark.parametrize("error", [OSError, RuntimeError])  # stores raise others, too
+def test_on_a_store_that_does_not_answer_nobody_loses_a_lock_and_a_run_may_end(store, clock, monkeypatch, error):
     with lock._Beating(URL, print) as held:
-        monkeypatch.setattr(held.store, "cat_file", fail)
+        monkeypatch.setattr(held.store, "cat_file", Mock(side_effect=error("no route to host")))
         clock.now_s = 100.0
         held.check()
         assert not held.lost
@@ -297,12 +304,10 @@ def test_a_file_system_without_locks_has_the_lock_of_a_store(tmp_path, monkeypat
     for name, seconds in {"BEAT_S": 0.1, "AGED_S": 0.3, "STALE_S": 0.5, "WAIT_S": 0.5}.items():
         monkeypatch.setattr(lock, name, seconds)
 
-    def cannot(self, *args, **kwargs):
-        raise NotImplementedError
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", cannot)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
     with lock.hold(epath.Path(tmp_path), print) as check:
         check()
+        assert "beat" in json.loads((tmp_path / "lock.json").read_text())
         with pytest.raises(InputError, match="is writing there"), lock.hold(epath.Path(tmp_path), print):
             pass
     assert not (tmp_path / "lock.json").exists()
