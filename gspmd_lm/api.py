@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspmd_lm import config as configs
+from gspmd_lm import files
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import capacity
@@ -46,7 +47,7 @@ def load_config(name: str, overrides: str | Sequence[str] = (), workdir: str | N
     Raises:
         InputError: every problem of the file and of the overrides.
     """
-    path, overrides = Path(name).expanduser(), _several(overrides)
+    path, overrides = files.expand_user(name), _several(overrides)
     if os.path.isdir(path) or path.suffix == ".json":
         from gspmd_lm.convert import architecture
 
@@ -246,7 +247,7 @@ def load(
     from gspmd_lm import session
     from gspmd_lm.infer.loaded import Model
 
-    place = str(Path(folder).expanduser())
+    place = str(files.expand_user(folder))
     published = session.read_published(place, _several(overrides))
     if not (published or layout.is_run(Path(place))):
         raise session.no_model(str(folder))

@@ -133,7 +133,7 @@ def compare_texts(session: Session, tokens: Tokenizer, texts: Iterable[npt.Array
 
 def holds_published(folder: str) -> bool:
     """Whether a folder has a config.json and is not that of a run."""
-    path = Path(folder).expanduser()
+    path = files.expand_user(folder)
     return not files.is_remote(folder) and not layout.is_run(path) and (path / architecture.CONFIG).is_file()
 
 
@@ -145,7 +145,7 @@ def read_published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | N
     if not holds_published(folder):
         return None
     model = pretrained.open_folder(
-        Path(folder).expanduser(), overrides, fix=f"convert --from={folder} --workdir=W {{flags}}, then use W,"
+        files.expand_user(folder), overrides, fix=f"convert --from={folder} --workdir=W {{flags}}, then use W,"
     )
     if not model.reads_text:
         raise InputError(

@@ -377,6 +377,11 @@ def test_plurals_are_made_in_one_place():
     assert makers == ["gspmd_lm.units"]
 
 
+def test_one_file_expands_home_folders():
+    """Path.expanduser raises RuntimeError for a name such as ~draft, which is no user's."""
+    assert [module for module in MODULES if "expanduser(" in text(module)] == ["gspmd_lm.files"]
+
+
 def test_files_are_written_whole():
     modules = [module for module in MODULES if module.partition(".")[2] not in WRITERS]
     assert [f"{module}, line {line}" for module in modules for line in writes(tree(module))] == []

@@ -39,7 +39,7 @@ def run(values: flags.FlagValues, rules: Rules) -> int:
     if bool(source) == bool(values.to):
         raise InputError("convert goes one way\n  fix   give either --from=DIR or --to=DIR")
     if source:
-        return _import(values, rules, Path(source).expanduser(), layout.workdir_path(workdir))
+        return _import(values, rules, files.expand_user(source), layout.workdir_path(workdir))
     return _export(values, rules, inputs.needs_weights(values, example))
 
 
@@ -131,7 +131,7 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         raise InputError("--dtype: an adapter is float32\n  fix   drop it")
     begun = inputs.begin(values, inputs.read_config(values), rules, keep_memory=False)
     config = begun.config
-    folder, model = Path(values.to).expanduser(), config.model
+    folder, model = files.expand_user(values.to), config.model
     original = _original(workdir, config)
     like = architecture.read_config_json(original) if original else None
     of_classes = said_of_classes(config, _classes(workdir), like or {})
@@ -238,13 +238,13 @@ def _build_step(begun: Session, config: configs.Config) -> step.Step:
 
 def _original(workdir: str, config: configs.Config) -> Path | None:
     """The folder of files that came with a run's weights, found also through earlier runs; None without one."""
-    at, seen = Path(workdir).expanduser(), set[Path]()
+    at, seen = files.expand_user(workdir), set[Path]()
     while at not in seen:
         if (at / IMPORTED / architecture.CONFIG).is_file():
             return at / IMPORTED
         seen.add(at)
         if config.train.init_from:
-            at = Path(config.train.init_from).expanduser()
+            at = files.expand_user(config.train.init_from)
             if layout.is_run(at):
                 config = configs.load(str(at / layout.CONFIG))
     return None

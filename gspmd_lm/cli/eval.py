@@ -1,11 +1,11 @@
 """eval: scores the held-out rows, texts or continuations with the weights of a workdir."""
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
 
+from gspmd_lm import files
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import RESULTS, RUN, Flags, Verb, on_devices
 from gspmd_lm.errors import InputError
@@ -143,7 +143,7 @@ def _text(name: str, field: str) -> tuple[bytes, str]:
     from gspmd_lm.config.paths import read_text
     from gspmd_lm.data import corpus, formats
 
-    path = Path(name).expanduser()
+    path = files.expand_user(name)
     if path.is_file() and formats.format_of(path) is None:
         return read_text(path).encode(), ""
     notes = corpus.FileNotes()

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
@@ -50,7 +49,7 @@ def _default_page(folders: Sequence[str]) -> str:
     """Where the page goes if no flag says it: into the folder of a single run, else into the current folder."""
     if len(folders) > 1 or files.is_remote(folders[0]):
         return layout.PAGE
-    return str(Path(folders[0]).expanduser() / layout.PAGE)
+    return str(files.expand_user(folders[0]) / layout.PAGE)
 
 
 PLOT = Verb(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm import config
+from gspmd_lm import config, files
 from gspmd_lm.config import paths
 from gspmd_lm.data import chat, special_tokens, tokenizer
 from gspmd_lm.data.special_tokens import GENERATION, SETTINGS
@@ -64,7 +64,7 @@ def write_text_sidecars(
     Nothing is written where the tokenizer came with the weights. Without these files, transformers would not know
     where a text ends.
     """
-    moved = name != "bytes" and not Path(name).expanduser().exists()
+    moved = name != "bytes" and not files.expand_user(name).exists()
     if original and (name == "bytes" or moved or _same_texts(imported["tokenizer.json"], original / "tokenizer.json")):
         return {}, []
     ends = [end for end in chat.stop_ids(name) if end < vocab]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gspmd_lm import versions
+from gspmd_lm import files, versions
 from gspmd_lm.errors import InputError
 from gspmd_lm.launch import place
 from gspmd_lm.launch.job import Job
@@ -20,7 +20,7 @@ def own_files(job: Job) -> list[str]:
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.lstrip("-").removeprefix("set=").partition("=")
         value = value if equals else following  # --config=NAME, or --config NAME
-        if name in ("config", "rules", "data.tokenizer") and value and Path(value).expanduser().exists():
+        if name in ("config", "rules", "data.tokenizer") and value and files.expand_user(value).exists():
             path = Path(value)
             if path.is_absolute() or ".." in path.parts or value.startswith("~"):
                 raise InputError(f"train: {value}: lies outside of this folder\n  fix   copy it here")
@@ -46,7 +46,7 @@ def command(job: Job, file: str) -> list[str]:
 
 def make(job: Job) -> Path:
     """The archive, in the folder of the logs."""
-    path = Path(job.logs).expanduser().absolute() / NAME
+    path = files.expand_user(job.logs).absolute() / NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     place.call(command(job, str(path)))
     return path

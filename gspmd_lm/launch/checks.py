@@ -3,8 +3,8 @@
 import glob
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
+from gspmd_lm import files
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import is_remote
@@ -104,7 +104,7 @@ def check_data(config: Config, place: Place) -> Iterator[str]:
         elif is_remote(name):
             yield f"{key}: {name} was not looked up"
         elif place.sees_this_folder:
-            if not glob.glob(str(Path(name).expanduser())):
+            if not glob.glob(str(files.expand_user(name))):
                 raise InputError(
                     f"{key}: {name}: there is no such file or folder\n  fix   --set {key}=... names another"
                 )

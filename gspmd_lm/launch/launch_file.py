@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -29,7 +28,7 @@ def read(path: str | None, flags: Mapping[str, Any], more: Sequence[str] = ()) -
     """
     raw: Any = {}
     if path is not None:
-        raw = core_yaml.parse(paths.read_text(Path(path).expanduser()), path)
+        raw = core_yaml.parse(paths.read_text(files.expand_user(path)), path)
         if not isinstance(raw, dict):
             raise InputError(f"{path}: not a mapping\n  fix   write lines such as place: queued-resource")
     try:

@@ -59,7 +59,7 @@ class Launch:
         """usd_per_hour: of the whole slice; 0 where no price is known. tell: prints a line."""
         self.place, self.job, self.waits, self._tell = place, place.job, waits or Waits(), tell
         self.budget = Budget(self.job, usd_per_hour)
-        self.folder = Path(self.job.logs).expanduser().absolute()
+        self.folder = files.expand_user(self.job.logs).absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         record = self.folder / RECORD
         self._record = Record(**files.read_json(record)) if record.exists() else Record(secrets.token_hex(8))

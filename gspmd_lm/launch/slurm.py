@@ -52,7 +52,7 @@ class Slurm(Place):
     def check(self) -> None:
         self._script("", "")
         if not files.is_remote(self.job.workdir):
-            files.check_folder("workdir: ", Path(self.job.workdir).expanduser())
+            files.check_folder("workdir: ", files.expand_user(self.job.workdir))
 
     def _script(self, name: str, logs: str) -> str:
         target = self.job.target

@@ -86,7 +86,7 @@ def find(config: Config) -> InitFrom:
     Raises InputError if it has no checkpoint to use, or if the newest one is of another architecture.
     """
     path = config.train.init_from
-    workdir = epath.Path(path).expanduser()
+    workdir = layout.workdir_path(path)
     place = f"train.init_from: {path}"
     described = workdir / layout.CONFIG
     begun = configs.load(str(described)) if described.exists() else None

@@ -23,7 +23,7 @@ IGNORED = "ignored.json"  # in it: the fields of config.json that --ignore named
 
 def workdir_path(name: str) -> epath.Path:
     """A local path, in which ~ may stand for the home folder, or a remote one."""
-    return epath.Path(name) if files.is_remote(name) else epath.Path(name).expanduser()
+    return epath.Path(name if files.is_remote(name) else files.expand_user(name))
 
 
 def is_run(folder: Path | epath.Path) -> bool:
@@ -38,5 +38,5 @@ def are_of_run(names: Collection[str]) -> bool:
 
 def find_earlier(workdir: str | None, name: str) -> str | None:
     """The path of a file that an earlier run left in a local workdir; None where there is none."""
-    path = Path(workdir).expanduser() / name if workdir else None
+    path = files.expand_user(workdir) / name if workdir else None
     return str(path) if path and path.is_file() else None

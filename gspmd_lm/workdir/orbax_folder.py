@@ -39,7 +39,7 @@ def resolve(directory: str) -> epath.Path:
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
         if not is_url:
-            path = path.expanduser().absolute()
+            path = epath.Path(files.expand_user(directory)).absolute()
         is_other = path.exists() and not path.is_dir()
     except ImportError as error:
         fix = "pip install gcsfs" if scheme == "gs" else f"see to it: {error}"
