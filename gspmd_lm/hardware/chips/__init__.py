@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from gspmd_lm.units import bits
 
 PLATFORMS = ("cpu", "gpu", "tpu")
-_GIB = 2**30
 KERNEL_MEMORY_BYTES = 16 * 2**20  # libtpu: of most TPUs
 
 
