@@ -306,6 +306,13 @@ def test_what_a_program_of_one_device_sends_is_what_it_says():
     assert found.flops == 2 * 4 * 4 * 4
 
 
+@pytest.mark.parametrize("pairs", [(), ((0, 0), (1, 1))])
+def test_a_permute_to_nobody_else_sends_nothing(pairs):
+    mapped = jax.shard_map(lambda x: jax.lax.ppermute(x, "fsdp", pairs), mesh=MESH, in_specs=PartitionSpec("fsdp"),
+                           out_specs=PartitionSpec("fsdp"))  # fmt: skip
+    assert kinds(reading(mapped, array((8, 16), "fsdp"))) == []
+
+
 def test_an_array_is_sent_before_it_is_made_wider():
     x = array((8, 16), "fsdp", dtype=jnp.bfloat16)
     (gathered,) = reading(lambda x: put(x.astype(jnp.float32)), x).transfers

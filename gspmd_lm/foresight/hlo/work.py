@@ -349,6 +349,8 @@ def _partitions_of_slices(slices: Sequence[int]) -> list[list[int]]:
 def groups(instruction: Instruction, devices: int) -> Groups:
     """The groups of a collective, each in its order; for a permute, its (source, target) pairs. Raises as `read`."""
     pairs = instruction.attributes.get("source_target_pairs")
+    if pairs == "{}":  # no device sends
+        return ()
     return parse_groups(pairs if pairs is not None else instruction.attributes.get("replica_groups", "{}"), devices)
 
 
