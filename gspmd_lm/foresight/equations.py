@@ -93,6 +93,13 @@ def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     return [x for x in (getattr(x, "jaxpr", x) for x in params.values()) if hasattr(x, "eqns")]
 
 
+def applied_jaxpr(equation: Any) -> Any:
+    """The program that an operation runs with its own operands, as a call or a scan does; None if there is none."""
+    inner = next(iter(called_jaxprs(equation.params)), None)  # of a while loop, it is the condition or the body
+    applies = inner is not None and len(inner.invars) == len(equation.invars) and equation.primitive.name != "while"
+    return inner if applies else None
+
+
 def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     """All programs among the parameters of an operation, branches too."""
     return [getattr(one, "jaxpr", one) for one in _programs(params.values())]
@@ -146,8 +153,7 @@ def read_arguments(jaxpr: Any) -> list[bool]:
     read = set()
     for equation in jaxpr.eqns:
         operands = equation.invars
-        inner = next(iter(called_jaxprs(equation.params)), None)
-        if inner is not None and len(inner.invars) == len(operands):
+        if (inner := applied_jaxpr(equation)) is not None:
             is_read = read_arguments(inner)
         else:
             is_read = [number > 0 or equation.primitive.name not in PARTS for number in range(len(operands))]

@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.collectives import count, ring_bytes
-from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight import equations, hlo
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
 
 FSDP, TENSOR = 2, 4
@@ -73,6 +74,17 @@ def test_the_condition_of_a_loop_counts_as_its_body_does():
     found, compiled = read(lambda x, w: jax.lax.while_loop(lambda x: (x @ w).sum() < 5, lambda x: x @ w, x),
                            like(16, 16), like(16, 16))  # fmt: skip
     assert found.flops == found.model_flops == compiled == 2 * 2 * 16**3
+
+
+def test_a_loop_that_captures_nothing_is_no_call():
+    """It reads what it carries in its body as in its condition, and the graph of a model has it whole."""
+
+    def thirds(x):
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, lambda carry: (carry[0] + 1, carry[1] / 3), (0, x))[1]
+
+    jaxpr = jax.make_jaxpr(thirds)(like(16, 16))
+    assert equations.read_arguments(jaxpr.jaxpr) == [True]
+    assert [node.primitive for node in DataflowGraph(jaxpr, ()).nodes if node.inputs] == ["while"]
 
 
 def test_of_a_linear_system_what_solves_it_is_read():
