@@ -91,6 +91,21 @@ def test_two_collectives_share_a_link_or_run_side_by_side(first, second, step):
     assert (ns(found.step_time_s), ns(found.communication_s)) == (step, 120)
 
 
+def test_the_devices_of_a_chip_and_the_hosts_of_slices_have_links_of_their_own():
+    class Apart(Links):
+        def link(self, groups):
+            return "die" if self.axes(groups) == ("tensor",) else "dcn"
+
+    begin = gather("g1", 60, FSDP) + gather("g2", 60, TENSOR)
+    given = module(begin + matmul("m", 100) + done("e1", "g1", 60) + done("e2", "g2", 60))
+    tpu, gpu = (
+        dataclasses.replace(CHIP, platform=name, gpu=CHIPS["h100"].gpu if name == "gpu" else None)
+        for name in ("tpu", "gpu")
+    )
+    assert ns(predict.predict(given, tpu, Apart(), 0.0, 0.0).step_time_s) == 100
+    assert ns(predict.predict(given, gpu, Apart(), 0.0, 0.0).step_time_s) >= 120
+
+
 def test_a_synchronous_collective_blocks_and_waits_for_its_link():
     found = predicted(reduce("r", 30, TENSOR) + matmul("m", 100))
     assert (ns(found.step_time_s), ns(found.exposed_communication_s)) == (130, 30)

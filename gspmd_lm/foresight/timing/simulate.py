@@ -15,7 +15,7 @@ from gspmd_lm.sharding.op_names import SAMPLING
 
 MAX_ITERATIONS = 8  # of a loop that are simulated, unless two of them take equally long before
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
-NETWORK = "network"  # the links of collectives that do not run over a torus
+NETWORK = "network"  # the links of collectives of GPUs and CPUs
 
 
 @dataclasses.dataclass(eq=False)
@@ -176,8 +176,10 @@ class Simulation:
         axes, link = self.network.axes(op.groups), self.network.link(op.groups)
         if not axes:
             return None
-        # On a torus different mesh axes have different links. In any other network they share one link.
-        links = [f"{link} {axis}" for axis in axes] if link == "ici" else [NETWORK]
+        # On a torus different mesh axes have different links, and so have the two devices of a chip and the hosts of
+        # slices. Elsewhere all collectives share one link.
+        links = [link] if self.chip.platform == "tpu" else [NETWORK]
+        links = [f"{link} {axis}" for axis in axes] if link == "ici" else links
         seconds = self.network.time_s(op.kind, op.size_bytes, op.groups)
         self.link_s[link] += seconds
         lane = self.network.track(op.groups)
