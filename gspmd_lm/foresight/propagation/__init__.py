@@ -92,7 +92,7 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
         tuple(record.transfers),
         dict(record.flops),
         dict(record.unknown),
-        record.model_flops,
+        dict(record.model_flops),
         record.values.least_bytes(),
         held_bytes,
     )

@@ -223,7 +223,7 @@ def least_of(records: Sequence[Record]) -> Record:
     """The transfers of the branch that sends least, and the FLOPs of the branch that computes most."""
     least = min(records, key=lambda record: record.sent_bytes)
     dearest = max(records, key=lambda record: sum(record.flops.values()))
-    most = max(record.model_flops for record in records)
+    most = max((record.model_flops for record in records), key=lambda flops: sum(flops.values()))
     return dataclasses.replace(least, flops=dearest.flops, model_flops=most)
 
 

@@ -165,8 +165,9 @@ class Reader:
             self.products += 1
             times = math.prod(self.loops)
             self.record.flops[operation.phase] = self.record.flops.get(operation.phase, 0.0) + flops * times
-            if operation.phase != "recomputation":
-                self.record.model_flops += equations.flops(operation.equation) * self.programs * times
+            if operation.phase != "recomputation" and (counted := equations.flops(operation.equation)):
+                wider = max((factor.dtype for factor in operation.inputs[:2]), key=lambda dtype: dtype.itemsize)
+                self.record.model_flops[str(wider)] += counted * self.programs * times
 
     def add_unknown(self, what: str) -> None:
         self.record.unknown[what] += 1

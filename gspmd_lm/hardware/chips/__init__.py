@@ -140,7 +140,7 @@ class Chip:
     splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict, hash=False)
 
     def matmul_flops_per_s(self, dtype: str) -> float:
-        """The peak of matmuls whose operands have a dtype, as programs write it: bf16, f8e4m3fn, s4.
+        """The peak of matmuls whose operands have a dtype, as programs or jax write it: bf16, f8e4m3fn, s4, int4.
 
         A dtype that a chip does not multiply is widened: int4 to int8, and 8 bits to bf16. GPUs multiply float32 as
         TF32 by default, half as fast as bf16.
@@ -150,7 +150,7 @@ class Chip:
             return self.peak_f32_flops_per_s
         if width > 16:
             return self.peak_bf16_flops_per_s * 16 / width
-        if dtype == "f16" and self.peak_f16_flops_per_s:
+        if dtype in ("f16", "float16") and self.peak_f16_flops_per_s:
             return self.peak_f16_flops_per_s
         narrow = self.peak_fp8_flops_per_s if dtype.startswith("f") else self.peak_int8_ops_per_s
         return narrow if 0 < width <= 8 and narrow else self.peak_bf16_flops_per_s
