@@ -123,11 +123,11 @@ def _bounds(
 
     sent = {axes: round(size) for axes, size in reading.bytes_by_axes.items()}
     return LowerBounds(
-        compute_s=chip and sum(flops / peak(operands) for operands, flops in flops_by_dtype.items()),
+        compute_s=chip and sum((flops / peak(operands) for operands, flops in flops_by_dtype.items()), 0.0),
         memory_s=chip and moved_bytes / chip.hbm_bytes_per_s,
         communication_bytes=round(reading.communication_bytes),
         communication_by_axis={axes: size for axes, size in sent.items() if size},
-        flops=sum(flops_by_dtype.values()),
+        flops=sum(flops_by_dtype.values(), 0.0),
         dtype=dtype,
         float32_bytes=round(reading.bytes_if_wider(FLOAT32_BYTES)),
         estimated_because=reading.estimated_because,

@@ -87,6 +87,19 @@ def test_a_loop_that_captures_nothing_is_no_call():
     assert [node.primitive for node in DataflowGraph(jaxpr, ()).nodes if node.inputs] == ["while"]
 
 
+def test_a_product_that_no_iteration_changes_counts_once():
+    """XLA takes it out of the loop."""
+
+    def turns(x, w):
+        return jax.lax.scan(lambda carry, _: (jnp.tanh(carry @ w + jnp.sin(x @ w)), None), x, length=5)[0]
+
+    mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
+    on_devices = jax.shard_map(turns, mesh=mesh, in_specs=(PartitionSpec(),) * 2, out_specs=PartitionSpec())
+    found, compiled = read(turns, like(16, 16), like(16, 16))
+    mapped = read_step(jax.make_jaxpr(on_devices)(like(16, 16), like(16, 16)), mesh=mesh.shape)
+    assert mapped.model_flops == found.model_flops == compiled == 6 * 2 * 16**3
+
+
 def test_of_a_linear_system_what_solves_it_is_read():
     def solved(a, b):
         return jax.lax.custom_linear_solve(lambda x: a @ x, b, lambda _, b: a.T @ (a @ b), symmetric=True)

@@ -157,13 +157,13 @@ class Reader:
         return math.prod(self.loops[:depth])
 
     def add_flops(self, operation: Operation, flops: float) -> None:
-        """Notes FLOPs of one device, which run in each iteration of all loops around, and those of the model.
+        """Notes FLOPs of one device and those of the model, once for each iteration of the loops that change an operand.
 
-        The model is what all devices compute together, without recomputation and without kernels of Pallas.
+        XLA takes what no iteration changes out of a loop. The model is what all devices compute together, without recomputation and without kernels of Pallas.
         """
         if flops:
             self.products += 1
-            times = math.prod(self.loops)
+            times = self.times(max((one.loop_depth for one in operation.operands), default=0))
             self.record.flops[operation.phase] = self.record.flops.get(operation.phase, 0.0) + flops * times
             if operation.phase != "recomputation" and (counted := equations.flops(operation.equation)):
                 wider = max((factor.dtype for factor in operation.inputs[:2]), key=lambda dtype: dtype.itemsize)

@@ -209,7 +209,7 @@ class Reading:
     @property
     def model_flops(self) -> float:
         """The FLOPs of the model, of all devices."""
-        return sum(self.model_flops_by_dtype.values())
+        return sum(self.model_flops_by_dtype.values(), 0.0)
 
     @functools.cached_property
     def bytes_by_axes(self) -> dict[str, float]:
