@@ -45,11 +45,14 @@ def training_bounds(
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
 
-    Of memory, everything else is taken to stay on the chip. Weights that are trained, gradients and optimizer state are
-    read and written once. Weights in use are read forward and backward in each microbatch, in the compute dtype. What
-    the backward pass needs of the forward pass is written and read.
+    Of memory, everything else is taken to stay on the chip. Weights that are trained and optimizer state are read and
+    written once. So are gradients, if they wait for each other's norm or for other microbatches. Otherwise compilers
+    update a weight in the operation that makes its gradient. Weights in use are read forward and backward in each
+    microbatch, in the compute dtype. What the backward pass needs of the forward pass is written and read.
     """
-    moved_bytes = updated_bytes(rules, arrays) + 2 * (reading.saved_bytes if task.config else _waiting_bytes(reading))
+    waits = rules.microbatches > 1 or bool(task.config and task.config.optimizer.clip_norm)
+    moved_bytes = updated_bytes(rules, arrays, waits)
+    moved_bytes += 2 * (reading.saved_bytes if task.config else _waiting_bytes(reading))
     if task.config:
         params = pairs(arrays.named_params, arrays.params)
         moved_bytes += 2 * rules.microbatches * compute_bytes(rules, params, graph)
@@ -236,10 +239,11 @@ def _is_narrow(matmul: Matmul) -> bool:
     return max(operand.itemsize for operand in matmul.node.inputs[:2]) == 1
 
 
-def updated_bytes(rules: Rules, arrays: Arrays) -> float:
+def updated_bytes(rules: Rules, arrays: Arrays, with_gradients: bool = True) -> float:
     """The bytes of trained weights, gradients and optimizer state that one device reads and writes in an update."""
     trained, optimizer = pairs(arrays.named_trained, arrays.trained), pairs(arrays.named_optimizer, arrays.optimizer)
-    return 2 * (held_bytes(rules, "weights", trained) + held_bytes(rules, "optimizer", [*trained, *optimizer]))
+    state = [*trained, *optimizer] if with_gradients else optimizer
+    return 2 * (held_bytes(rules, "weights", trained) + held_bytes(rules, "optimizer", state))
 
 
 def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: DataflowGraph) -> float:

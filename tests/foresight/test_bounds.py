@@ -17,7 +17,7 @@ from gspmd_lm.sharding import permutes, rules_file
 from gspmd_lm.sharding.problems import check
 from gspmd_lm.sharding.rules import Remat, Row
 from gspmd_lm.sharding.shapes import pairs
-from gspmd_lm.train import state
+from gspmd_lm.train import decoder, state
 
 B, T, D, L, V = 8, 8192, 4096, 32, 128256
 TOKENS = B * T
@@ -250,6 +250,14 @@ def test_model_flops_are_those_of_the_gradients_that_a_step_computes(small, buil
     reading = read(step)
     assert found == reading.model_flops
     assert training_bounds(step.task, rules, arrays, None, recorded, reading).flops == found
+    # Gradients wait for their norm. XLA:TPU updates a weight in the fusion that makes its gradient, where it can.
+    clipped, free = (
+        training_bounds(decoder.task(with_values(config, {"optimizer.clip_norm": norm})), *rest).memory_s
+        for norm in (1.0, 0.0)
+        for rest in [(rules, arrays, CHIPS["v5p"], recorded, reading)]
+    )
+    trained = sum(like.size for _, like in pairs(arrays.named_trained, arrays.trained))
+    assert clipped - free == pytest.approx(2 * 4 * trained / 2765e9)
 
 
 def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys_are_made_of(small):

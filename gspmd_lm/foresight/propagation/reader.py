@@ -157,9 +157,10 @@ class Reader:
         return math.prod(self.loops[:depth])
 
     def add_flops(self, operation: Operation, flops: float) -> None:
-        """Notes FLOPs of one device and those of the model, once for each iteration of the loops that change an operand.
+        """Notes FLOPs of one device, and those of the model, which run in each iteration of the loops that change them.
 
-        XLA takes what no iteration changes out of a loop. The model is what all devices compute together, without recomputation and without kernels of Pallas.
+        XLA takes what no iteration changes out of a loop. The model is what all devices compute together, without
+        recomputation and without kernels of Pallas.
         """
         if flops:
             self.products += 1
