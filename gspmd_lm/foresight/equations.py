@@ -25,6 +25,10 @@ PARTS = (
     "scatter-max",
     "dynamic_update_slice",
 )
+# Those that set a part of their first operand -> the number of the operand that is the part.
+_PARTS_SET = {
+    name: 1 if name == "dynamic_update_slice" else 2 for name in PARTS if "scatter" in name or "update" in name
+}
 
 
 def flops(equation: Any) -> float:
@@ -159,6 +163,41 @@ def read_arguments(jaxpr: Any) -> list[bool]:
             is_read = [number > 0 or equation.primitive.name not in PARTS for number in range(len(operands))]
         read.update(atom for atom, whole in zip(operands, is_read, strict=True) if whole and not hasattr(atom, "val"))
     return [var in read for var in jaxpr.invars]
+
+
+def updated_parts(jaxpr: Any) -> list[tuple[int, list[Any]] | None]:
+    """For each result of a program that is an argument but for some parts: its number, and the shapes of these parts.
+
+    The result can then stand in the place of the argument, and the parts alone are written. None: another result.
+    """
+    makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+
+    def updated(atom: Any) -> tuple[int, list[Any]] | None:
+        if hasattr(atom, "val"):
+            return None
+        if atom in jaxpr.invars:
+            return jaxpr.invars.index(atom), []
+        if (equation := makers.get(atom)) is None:
+            return None
+        operands, number, times = equation.invars, 0, 1
+        if equation.primitive.name in _PARTS_SET:
+            parts = [operands[_PARTS_SET[equation.primitive.name]].aval]
+        elif (inner := applied_jaxpr(equation)) is not None:
+            result, within = equation.outvars.index(atom), updated_parts(inner)
+            if within[result] is None:
+                return None
+            number, parts = within[result]
+            if equation.primitive.name == "scan":
+                carried = same_rank(inner.outvars, equation.outvars)
+                if number != same_rank(inner.invars, equation.invars) - carried + result:
+                    return None
+                times = equation.params["length"]
+        else:
+            return None
+        before = updated(operands[number])
+        return before and (before[0], [*before[1], *parts * times])
+
+    return [updated(atom) for atom in jaxpr.outvars]
 
 
 def same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:

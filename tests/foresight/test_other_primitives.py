@@ -87,6 +87,28 @@ def test_a_loop_that_captures_nothing_is_no_call():
     assert [node.primitive for node in DataflowGraph(jaxpr, ()).nodes if node.inputs] == ["while"]
 
 
+def test_of_a_cache_that_a_step_changes_the_new_part_alone_is_written():
+    """Layer by layer, or at once, or in a function of its own."""
+    cache, row, at = like(4, 64, 16), like(16), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def by_layer(cache, row, at):
+        def layer(cache, number):
+            return jax.lax.dynamic_update_slice(cache, row[None, None], (number, at, 0)), None
+
+        return jax.lax.scan(layer, cache, jnp.arange(4))[0]
+
+    def at_once(cache, row, at):
+        return jax.jit(lambda cache: cache.at[:, at].set(row).at[0, 0].add(row))(cache)
+
+    def read_too(cache, row, at):
+        return cache.at[0, at].set(row) + 1
+
+    given = 4 * (16 + 1)  # the row and its place
+    for function, more in ((by_layer, 4 * 4 * 16), (at_once, 4 * 5 * 16), (read_too, 4 * 4 * 64 * 16)):
+        held = read_step(jax.make_jaxpr(function)(cache, row, at)).held_bytes
+        assert held == given + more, function
+
+
 def test_a_product_that_no_iteration_changes_counts_once():
     """XLA takes it out of the loop."""
 
