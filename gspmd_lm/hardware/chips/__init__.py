@@ -76,7 +76,10 @@ class Bandwidth(NamedTuple):
 
 
 class CollectiveTime(NamedTuple):
-    """The time of a collective in groups of so many devices, which so many processes hold."""
+    """The time of a collective in groups of so many devices, which so many processes hold.
+
+    Of TPUs and GPUs that are known, it is so many slices, or hosts that NVLink does not join: `network.Route.outer`.
+    """
 
     kind: str  # all-reduce
     devices: int
