@@ -249,6 +249,9 @@ def test_the_gradient_of_a_looked_up_table_and_what_else_reads_the_rows_is_excha
     table, ids, dy = array((64, 8), None, "fsdp"), array((8,), "fsdp", dtype=jnp.uint32), array((8, 8), "fsdp", None)
     found = reading(step, table, table, ids, dy)
     assert kinds(found) == [("all-gather", "fsdp", 8 * 4 / 2, 1), ("all-to-all", "fsdp", 8 * 8 * 4 / 2 / 2, 1)]
+    descend = lambda table, ids, dy: put(jnp.zeros_like(table).at[ids].subtract(dy), None, "fsdp")  # noqa: E731
+    subtracted = reading(descend, table, ids, dy)
+    assert kinds(subtracted) == kinds(found) and not subtracted.unknown
 
 
 def test_rows_are_sent_in_place_of_two_tables_though_each_table_is_less():

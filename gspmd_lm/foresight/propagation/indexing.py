@@ -325,7 +325,7 @@ def stack(reader: Reader, operation: Operation) -> ArraySharding:
 
 RULES: dict[str, Rule] = {
     "gather": gather,
-    "scatter-add": scatter_add,
+    **dict.fromkeys(("scatter-add", "scatter-sub"), scatter_add),
     **dict.fromkeys(("scatter-mul", "scatter-min", "scatter-max"), scatter_extreme),
     "scatter": scatter,
     "slice": slice_,
