@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from gspmd_lm.foresight.collectives.def_use import concatenated_values, def_chain
 from gspmd_lm.foresight.hlo import Array, Computation, Instruction, Module
 from gspmd_lm.foresight.hlo.values import Value
-from gspmd_lm.foresight.hlo.work import ENDED, STARTED, CollectiveOp, rendezvous
+from gspmd_lm.foresight.hlo.work import BETWEEN_SLICES, ENDED, STARTED, CollectiveOp, rendezvous
 from gspmd_lm.hardware.network import Groups
 from gspmd_lm.sharding.op_names import tensor_names
 
@@ -177,7 +177,7 @@ def _overlaps(op: CollectiveOp) -> bool:
 def _ends(start: Instruction) -> set[Instruction]:
     """The instructions with which a movement that `start` begins can end."""
     beside = start.computation.instructions.values()
-    if start.opcode == "send":
+    if BETWEEN_SLICES in start.frontend:
         received = [i for i in beside if i.opcode == "recv" and rendezvous(i) == rendezvous(start)]
         return {user for one in received for user in one.users if user.opcode == "recv-done"}
     if start.opcode == "fusion":

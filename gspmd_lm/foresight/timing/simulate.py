@@ -105,12 +105,11 @@ class Simulation:
         if opcode == "conditional":
             return self._conditional(instruction, operands)
         if opcode in ("send", "recv"):
-            return self._between_slices(instruction)
+            return self._send_or_receive(instruction)
         if instruction.phase == "-start":
             return self._start(instruction)
         if instruction.phase == "-done":
-            if opcode != "send-done":
-                self._wait(operands[0])
+            self._wait(operands[0])
             return None
         self._synchronous(instruction)
         return None
@@ -176,9 +175,9 @@ class Simulation:
         axes, link = self.network.axes(op.groups), self.network.link(op.groups)
         if not axes:
             return None
-        # On a torus different mesh axes have different links, and so have the two devices of a chip and the hosts of
-        # slices. Elsewhere all collectives share one link.
-        links = [link] if self.chip.platform == "tpu" else [NETWORK]
+        # On a torus different mesh axes have different links. Others are between the two devices of a chip, and between
+        # the hosts of slices. In any other network all collectives share one link.
+        links = [link] if link in ("die", "dcn") else [NETWORK]
         links = [f"{link} {axis}" for axis in axes] if link == "ici" else links
         seconds = self.network.time_s(op.kind, op.size_bytes, op.groups)
         self.link_s[link] += seconds
@@ -204,13 +203,15 @@ class Simulation:
             return None
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 
-    def _between_slices(self, instruction: Instruction) -> Event | None:
-        """The transfer of a collective between slices: a send begins it, and the matching receive waits for it."""
+    def _send_or_receive(self, instruction: Instruction) -> InFlight:
+        """The transfer that a send begins. Between slices, the matching receive waits for it."""
         meeting = rendezvous(instruction)
         if instruction.opcode == "recv":
             return self._in_flight.pop(meeting, None)
         for op in instruction.collectives:
             transfer = self._start_collective(op)
+            if self.chip.gpu:  # the end of the send is waited for
+                return transfer
             if transfer:
                 self._in_flight[meeting] = transfer
         return None
