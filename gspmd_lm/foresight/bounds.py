@@ -141,7 +141,7 @@ def _bounds(
 def checked_bounds(bounds: LowerBounds, above_floor: float | None) -> LowerBounds:
     """The same bounds, beside a compiled program that sends `above_floor` times the bound of communication, if known.
 
-    A bound that a program goes below is none, and is called an estimate.
+    If the program sends less than the bound, the bound is called an estimate.
     """
     if above_floor is None or above_floor >= 1 - _ROUNDING:
         return bounds

@@ -35,7 +35,7 @@ _CHIPS_PER_HOST = 4  # of a TPU slice of several hosts
 NO_CUDA = (0, 0)  # the compute capability of a GPU that has none
 MOST_DEVICES = 2**18  # more than the largest cluster that is known, of 200,000; jax makes an object of each
 _WHOLE = "[1-9][0-9]{0,17}"  # a whole number, which Python can read
-_GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
+_GBPS = range(10, 12_801)  # that the network of a host may have
 _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, v5p-128, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
 
 
@@ -172,9 +172,9 @@ def read_own_chip(file: str) -> Chip:
 
 
 def with_chip(text: str, chip_file: str) -> str:
-    """The text of targets, with commas between them, whose chip --chip describes: folder/my.yaml:8 for my:8.
+    """The targets of a text, with a file in place of the name of the chip that it describes: folder/my.yaml:8 for my:8.
 
-    Raises InputError if none of them names that chip.
+    There are commas between the targets. Raises InputError if none of them names that chip.
     """
     name = read_own_chip(chip_file).name
     changed = ",".join(re.sub(rf"^(\d+@)?{re.escape(name)}(?=:)", rf"\g<1>{chip_file}", one) for one in text.split(","))

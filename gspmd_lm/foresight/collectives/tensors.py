@@ -1,7 +1,7 @@
 """Every tensor that a compiled program moves between devices, one by one where the compiler merged several.
 
-A loop of permutes around the pieces of a matmul (XLA's windowed einsum) is told as the gather or the reduction that it
-stands for.
+A loop of permutes around the pieces of a matmul (XLA's windowed einsum) is reported as the gather or the reduction that
+it stands for.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class MovedTensor:
 
 def moved_tensors(module: Module) -> Iterator[MovedTensor]:
     """All of them, in the order of the schedule. Of a conditional, they are those of the branch that sends most."""
-    # Loops that are told as the one operation that they are.
+    # Loops that are reported as one operation.
     loops = (i for i in module.operations if i.opcode == "while" and "windowed_dot_general_body" in _body(i).name)
     windows = {loop: permutes for loop in loops if (permutes := _permutes_of_window(loop))}
     parts = {permute.instruction for permutes in windows.values() for permute in permutes}
