@@ -172,7 +172,7 @@ def updated_parts(jaxpr: Any) -> list[tuple[int, list[Any]] | None]:
     """
     makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 
-    def updated(atom: Any) -> tuple[int, list[Any]] | None:
+    def find_parts(atom: Any) -> tuple[int, list[Any]] | None:
         if hasattr(atom, "val"):
             return None
         if atom in jaxpr.invars:
@@ -194,10 +194,10 @@ def updated_parts(jaxpr: Any) -> list[tuple[int, list[Any]] | None]:
                 times = equation.params["length"]
         else:
             return None
-        before = updated(operands[number])
+        before = find_parts(operands[number])
         return before and (before[0], [*before[1], *parts * times])
 
-    return [updated(atom) for atom in jaxpr.outvars]
+    return [find_parts(atom) for atom in jaxpr.outvars]
 
 
 def same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:

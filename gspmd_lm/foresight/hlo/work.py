@@ -288,7 +288,7 @@ def begun_by(instruction: Instruction) -> tuple[CollectiveOp, ...]:
     through the host. The groups are told in partitions of the whole.
     """
     if instruction.opcode == "send":
-        return _sent(instruction)
+        return _exchange_of_send(instruction)
     if instruction.base in COLLECTIVES:
         begun = [instruction] if instruction.phase in ("", "-start") else []
     else:
@@ -332,7 +332,7 @@ def _collective_op(inner: Instruction, scheduled: Instruction) -> CollectiveOp:
     return CollectiveOp(kind, inputs, partitions, inner, scheduled, asynchronous)
 
 
-def _sent(send: Instruction) -> tuple[CollectiveOp, ...]:
+def _exchange_of_send(send: Instruction) -> tuple[CollectiveOp, ...]:
     """An exchange between slices: each device with those in its place in the other slices. () for sends to the host.
 
     XLA:GPU can make a send and a receive of each permute.

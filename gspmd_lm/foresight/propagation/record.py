@@ -152,7 +152,7 @@ class Record:
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
     flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of one device, by phase
     # See `Reading.model_flops_by_dtype`.
-    model_flops: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    model_flops: dict[str, float] = dataclasses.field(default_factory=dict)
     unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     # An array's identity -> the shardings in which devices have it already.
     copies: dict[Any, tuple[ArraySharding, ...]] = dataclasses.field(default_factory=dict)
@@ -178,7 +178,8 @@ class Record:
         self.transfers += other.transfers
         for phase, flops in other.flops.items():
             self.flops[phase] = self.flops.get(phase, 0.0) + flops
-        self.model_flops += other.model_flops
+        for dtype, flops in other.model_flops.items():
+            self.model_flops[dtype] = self.model_flops.get(dtype, 0.0) + flops
         self.unknown += other.unknown
         self.copies = other.copies
         self.values.update(other.values)
