@@ -1,5 +1,6 @@
 """The operations of a traced program: their FLOPs and the programs in them; and what a convolution multiplies."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -171,6 +172,7 @@ def updated_parts(jaxpr: Any) -> list[tuple[int, list[Any]] | None]:
     The result can then stand in the place of the argument, and the parts alone are written. None: another result.
     """
     makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    parts_of_called = functools.cache(updated_parts)  # once for all results of a call
 
     def find_parts(atom: Any) -> tuple[int, list[Any]] | None:
         if hasattr(atom, "val"):
@@ -183,7 +185,7 @@ def updated_parts(jaxpr: Any) -> list[tuple[int, list[Any]] | None]:
         if equation.primitive.name in _PARTS_SET:
             parts = [operands[_PARTS_SET[equation.primitive.name]].aval]
         elif (inner := applied_jaxpr(equation)) is not None:
-            result, within = equation.outvars.index(atom), updated_parts(inner)
+            result, within = equation.outvars.index(atom), parts_of_called(inner)
             if within[result] is None:
                 return None
             number, parts = within[result]

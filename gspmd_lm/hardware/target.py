@@ -67,7 +67,7 @@ class Target:
     def hosts(self) -> int:
         """How many hosts there are. A host of TPUs has four chips, as jax's topologies have it, or a whole slice."""
         if self.platform != "tpu":
-            return self.topology[0] if self.platform == "gpu" else 1
+            return self.topology[0] if len(self.topology) > 1 else 1
         return self.slices * max(1, math.prod(self.topology) // _CHIPS_PER_HOST)
 
     def price(self, given: Mapping[str, Price]) -> Price:

@@ -80,6 +80,8 @@ def test_on_gpus_a_collective_takes_cores_from_the_compute_beside_it(nbytes, bes
     took = 100 / (1 - lost) if beside is None else 100 + beside * lost
     assert ns(found.matmul_s) == pytest.approx(took)
     assert ns(found.step_time_s) == pytest.approx(max(took, nbytes))
+    small = dataclasses.replace(chip, gpu=dataclasses.replace(chip.gpu, core_count=NCCL_CORES))  # half of them are left
+    assert ns(predict.predict(given, small, Nvlink(), 0.0, 0.0).matmul_s) == pytest.approx(100 + nbytes / 2)
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_devices_here_are_those_that_a_file_describes(own):
     found = target.from_devices([Device()] * 3, "cpu.yaml")
     assert (found.text, found.platform, found.chip.name) == ("cpu.yaml:3", "cpu", "mine")
     assert target.parse(found.text) == found
+    assert (found.hosts, target.parse("cpu.yaml:2x4").hosts) == (1, 2)
     with pytest.raises(
         InputError, match=r"--chip=my.yaml: describes a gpu, and the devices here are cpus\n  fix .*calib"
     ):

@@ -152,7 +152,8 @@ class Simulation:
         """The seconds of compute that starts now: on a GPU, the kernels of collectives take some cores away from it."""
         if self.chip.gpu is None:
             return seconds
-        left = 1 - NCCL_CORES / self.chip.gpu.core_count
+        cores = self.chip.gpu.core_count
+        left = 1 - min(NCCL_CORES, cores // 2) / cores  # of a GPU with few cores, they take half
         slowed_s = min(seconds / left, max(0.0, self._free_at_s.get(NETWORK, 0.0) - self.clock_s))
         return seconds + slowed_s * (1 - left)
 
