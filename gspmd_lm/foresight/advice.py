@@ -226,11 +226,12 @@ def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Itera
             slow[one.link].append(one)
     for link, over in slow.items():
         rows = dict.fromkeys(row for one in over for row in one.rules)
+        because = f", because of {', '.join(rows)}" if rows else ""
         axes = "+".join(dict.fromkeys(axis for one in over for axis in one.mesh_axes))
         sent = human_bytes(sum(one.bytes_per_device_per_step for one in over))
         yield Finding(
             "slow-link",
-            f"{axes} sends {sent} per device {SLOW_LINKS[link]}, in every layer, because of {', '.join(rows)}",
+            f"{axes} sends {sent} per device {SLOW_LINKS[link]}, in every layer{because}",
             "let an axis cross that only the gradients use: --set rules.dcn.data=..., with batch split over data too",
         )
 

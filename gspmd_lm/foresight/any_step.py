@@ -91,7 +91,11 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
             "  fix   return jax.jit(update).trace(state, batch); of several programs, explain one after the other; a "
             "step of jax.pmap is written as jax.jit of a jax.shard_map"
         )
-    calls = [one for one in _equations(traced.jaxpr.jaxpr) if _calls_python(one)]
+    calls = [
+        one
+        for one in _equations(traced.jaxpr.jaxpr)
+        if "callback" in one.primitive.name or one.primitive.name == "debug_print"
+    ]
     for primitive in {one.primitive for one in calls} if devices[0].platform != "cpu" else ():
         for platform in ("tpu", "gpu"):
             mlir.register_lowering(primitive, _lower_without_python, platform=platform)
@@ -122,10 +126,6 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
         if like.sharding
     }
     return BuiltProgram(traced, lowered, mesh, arguments, dict(lowering._compiler_options_kvs), callbacks)
-
-
-def _calls_python(equation: Any) -> bool:
-    return "callback" in equation.primitive.name or equation.primitive.name == "debug_print"
 
 
 def _lower_without_python(ctx: Any, *operands: Any, **_: Any) -> Any:

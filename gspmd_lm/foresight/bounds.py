@@ -1,7 +1,6 @@
 """Lower bounds of a step: compute at peak, memory at full bandwidth, and the bytes that its trace must send."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -46,20 +45,23 @@ def training_bounds(
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
 
-    Of memory, everything else is taken to stay on the chip. Weights that are trained, gradients and optimizer state are
-    read and written once. Weights in use are read forward and backward in each microbatch, in the compute dtype. What
-    the backward pass needs of the forward pass is written and read.
+    Of memory, everything else is taken to stay on the chip. Weights that are trained and optimizer state are read and
+    written once. So are gradients, if they wait for each other's norm or for other microbatches. Otherwise compilers
+    update a weight in the operation that makes its gradient. Weights in use are read forward and backward in each
+    microbatch, in the compute dtype. What the backward pass needs of the forward pass is written and read.
     """
-    moved_bytes = updated_bytes(rules, arrays) + 2 * (reading.saved_bytes if task.config else _waiting_bytes(reading))
+    waits = rules.microbatches > 1 or bool(task.config and task.config.optimizer.clip_norm)
+    moved_bytes = updated_bytes(rules, arrays, waits)
+    moved_bytes += 2 * (reading.saved_bytes if task.config else _waiting_bytes(reading))
     if task.config:
         params = pairs(arrays.named_params, arrays.params)
-        flops = step_flops(rules, graph)
         moved_bytes += 2 * rules.microbatches * compute_bytes(rules, params, graph)
         matmuls = _matmul_flops(task.config, rules, graph)
-        narrow = task.config.model.matmul_dtype, sum(narrow_flops for _, narrow_flops in matmuls)
+        flops, narrow_flops = step_flops(rules, graph) / rules.devices, sum(narrow for _, narrow in matmuls)
+        flops_by_dtype = _flops_by_dtype(task.config, flops, narrow_flops)
     else:
-        flops, narrow = reading.model_flops, (None, 0.0)
-    return _bounds(chip, reading, task.compute_dtype, flops / rules.devices, moved_bytes, narrow)
+        flops_by_dtype = _device_flops(reading, rules.devices)
+    return _bounds(chip, reading, task.compute_dtype, flops_by_dtype, moved_bytes)
 
 
 def generation_bounds(
@@ -82,15 +84,15 @@ def generation_bounds(
     state_bytes = compute_bytes(rules, pairs(arrays.named_params, arrays.params), graph) + cache_bytes
     flops = sum(flops for _, flops in _products(graph)) / rules.devices
     narrow_flops = sum(one.node.flops * one.node.trip_count for one in graph.matmuls if _is_narrow(one))
-    narrow = model.matmul_dtype, narrow_flops / rules.devices
-    return _bounds(chip, reading, model.compute_dtype, flops, round(state_bytes), narrow)
+    flops_by_dtype = _flops_by_dtype(config, flops, narrow_flops / rules.devices)
+    return _bounds(chip, reading, model.compute_dtype, flops_by_dtype, round(state_bytes))
 
 
 def program_bounds(chip: Chip | None, devices: int, reading: Reading) -> LowerBounds:
     """The lower bounds of a program of which nothing is known but its trace."""
     dtype = "float32" if reading.bytes_if_wider(FLOAT32_BYTES) == reading.communication_bytes else "bfloat16"
     moved_bytes = reading.held_bytes + 2 * _waiting_bytes(reading)
-    return _bounds(chip, reading, dtype, reading.model_flops / devices, moved_bytes)
+    return _bounds(chip, reading, dtype, _device_flops(reading, devices), moved_bytes)
 
 
 def _waiting_bytes(reading: Reading) -> float:
@@ -98,28 +100,37 @@ def _waiting_bytes(reading: Reading) -> float:
     return 0.0 if reading.estimated_because else reading.saved_bytes
 
 
+def _flops_by_dtype(config: Config, flops: float, narrow_flops: float) -> dict[str, float]:
+    """The FLOPs of one device by the dtype of the operands; narrow_flops: those of them with operands of 8 bits."""
+    model = config.model
+    narrow = {model.matmul_dtype: narrow_flops} if model.matmul_dtype else {}
+    return {model.compute_dtype: flops - narrow_flops, **narrow}
+
+
+def _device_flops(reading: Reading, devices: int) -> dict[str, float]:
+    """The FLOPs that a program has for each of its devices, by the dtype of the operands."""
+    return {dtype: flops / devices for dtype, flops in reading.model_flops_by_dtype.items()}
+
+
 def _bounds(
-    chip: Chip | None,
-    reading: Reading,
-    dtype: str,
-    flops: float,
-    moved_bytes: float,
-    narrow: tuple[str | None, float] = (None, 0.0),
+    chip: Chip | None, reading: Reading, dtype: str, flops_by_dtype: Mapping[str, float], moved_bytes: float
 ) -> LowerBounds:
     """The lower bounds of one device, of its FLOPs and of the bytes that it reads and writes.
 
-    narrow: a dtype of 8 bits, and how many of the FLOPs have operands of it.
+    Compilers multiply float32 as bfloat16 where that suffices, and widen bfloat16 where a chip has no faster products.
     """
-    matmul_dtype, narrow_flops = narrow
-    faster_peak = chip.peak_of_operands(matmul_dtype) if chip and matmul_dtype else math.inf
-    wide_flops = flops - narrow_flops
+
+    def peak(operands: str) -> float:
+        assert chip
+        return max(map(chip.matmul_flops_per_s, (operands, "bf16", "f32")))
+
     sent = {axes: round(size) for axes, size in reading.bytes_by_axes.items()}
     return LowerBounds(
-        compute_s=chip and wide_flops / chip.peak_bf16_flops_per_s + narrow_flops / faster_peak,
+        compute_s=chip and sum((flops / peak(operands) for operands, flops in flops_by_dtype.items()), 0.0),
         memory_s=chip and moved_bytes / chip.hbm_bytes_per_s,
         communication_bytes=round(reading.communication_bytes),
         communication_by_axis={axes: size for axes, size in sent.items() if size},
-        flops=flops,
+        flops=sum(flops_by_dtype.values(), 0.0),
         dtype=dtype,
         float32_bytes=round(reading.bytes_if_wider(FLOAT32_BYTES)),
         estimated_because=reading.estimated_because,
@@ -130,7 +141,7 @@ def _bounds(
 def checked_bounds(bounds: LowerBounds, above_floor: float | None) -> LowerBounds:
     """The same bounds, beside a compiled program that sends `above_floor` times the bound of communication, if known.
 
-    A bound that a program goes below is none, and is called an estimate.
+    If the program sends less than the bound, the bound is called an estimate.
     """
     if above_floor is None or above_floor >= 1 - _ROUNDING:
         return bounds
@@ -228,10 +239,11 @@ def _is_narrow(matmul: Matmul) -> bool:
     return max(operand.itemsize for operand in matmul.node.inputs[:2]) == 1
 
 
-def updated_bytes(rules: Rules, arrays: Arrays) -> float:
+def updated_bytes(rules: Rules, arrays: Arrays, with_gradients: bool = True) -> float:
     """The bytes of trained weights, gradients and optimizer state that one device reads and writes in an update."""
     trained, optimizer = pairs(arrays.named_trained, arrays.trained), pairs(arrays.named_optimizer, arrays.optimizer)
-    return 2 * (held_bytes(rules, "weights", trained) + held_bytes(rules, "optimizer", [*trained, *optimizer]))
+    state = [*trained, *optimizer] if with_gradients else optimizer
+    return 2 * (held_bytes(rules, "weights", trained) + held_bytes(rules, "optimizer", state))
 
 
 def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: DataflowGraph) -> float:

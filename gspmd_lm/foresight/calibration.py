@@ -28,6 +28,8 @@ from gspmd_lm.hardware.chips import (
     chip_of,
     platform_of,
 )
+from gspmd_lm.hardware.network import Network
+from gspmd_lm.hardware.target import device_locations
 from gspmd_lm.runtime import host
 
 # What is measured of matmuls: (batch, rows, contracted, columns). Projections and gradients of weights, square products
@@ -384,11 +386,20 @@ def measure_collectives(devices: Sequence[Any]) -> list[CollectiveTime]:
         if len(devices) % groups:
             continue
         grid = np.reshape(np.asarray(devices), (-1, groups))
-        mesh, processes = Mesh(grid, ("others", "group")), len({device.process_index for device in grid[0]})
+        mesh = Mesh(grid, ("others", "group"))
+        processes = count_outer(mesh, groups)
         for (kind, step), size_bytes in itertools.product(_exchanges(groups), COLLECTIVE_BYTES):
             seconds = time_s(_collective(mesh, step, size_bytes))
             found.append(CollectiveTime(kind, groups, processes, size_bytes, seconds))
     return found
+
+
+def count_outer(mesh: Any, count: int) -> int:
+    """The `processes` of a `CollectiveTime` in a group of the first `count` devices of a mesh."""
+    devices = list(mesh.devices.flat)
+    if chip := chip_of(devices[0].device_kind):
+        return Network(chip, **device_locations(mesh), mesh=mesh.shape).outer(range(count))
+    return len({device.process_index for device in devices[:count]})
 
 
 def _exchanges(devices: int) -> Iterable[tuple[str, Callable[[jax.Array], jax.Array]]]:

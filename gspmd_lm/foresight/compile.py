@@ -215,7 +215,7 @@ def _run_compiler(request: CompileRequest, folder: Path) -> None:
     )
     if (folder / "error.json").exists():
         kind, message = json.loads((folder / "error.json").read_text())
-        raise {"ShardingError": ShardingError, "InputError": InputError}[kind](message)
+        raise (ShardingError if kind == ShardingError.__name__ else InputError)(message)
     if done.returncode:
         last = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-12:])
         raise RunFailed(f"{request.name}: the compiler failed (exit code {done.returncode})\n{last}")

@@ -1,5 +1,6 @@
 """The operations of a traced program: their FLOPs and the programs in them; and what a convolution multiplies."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +26,10 @@ PARTS = (
     "scatter-max",
     "dynamic_update_slice",
 )
+# Those that set a part of their first operand -> the number of the operand that is the part.
+_PARTS_SET = {
+    name: 1 if name == "dynamic_update_slice" else 2 for name in PARTS if "scatter" in name or "update" in name
+}
 
 
 def flops(equation: Any) -> float:
@@ -93,6 +98,13 @@ def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     return [x for x in (getattr(x, "jaxpr", x) for x in params.values()) if hasattr(x, "eqns")]
 
 
+def applied_jaxpr(equation: Any) -> Any:
+    """The program that an operation runs with its own operands, as a call or a scan does; None if there is none."""
+    inner = next(iter(called_jaxprs(equation.params)), None)  # of a while loop, it is the condition or the body
+    applies = inner is not None and len(inner.invars) == len(equation.invars) and equation.primitive.name != "while"
+    return inner if applies else None
+
+
 def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     """All programs among the parameters of an operation, branches too."""
     return [getattr(one, "jaxpr", one) for one in _programs(params.values())]
@@ -146,13 +158,48 @@ def read_arguments(jaxpr: Any) -> list[bool]:
     read = set()
     for equation in jaxpr.eqns:
         operands = equation.invars
-        inner = next(iter(called_jaxprs(equation.params)), None)
-        if inner is not None and len(inner.invars) == len(operands):
+        if (inner := applied_jaxpr(equation)) is not None:
             is_read = read_arguments(inner)
         else:
             is_read = [number > 0 or equation.primitive.name not in PARTS for number in range(len(operands))]
         read.update(atom for atom, whole in zip(operands, is_read, strict=True) if whole and not hasattr(atom, "val"))
     return [var in read for var in jaxpr.invars]
+
+
+def updated_parts(jaxpr: Any) -> list[tuple[int, list[Any]] | None]:
+    """For each result of a program that is an argument but for some parts: its number, and the shapes of these parts.
+
+    The result can then stand in the place of the argument, and the parts alone are written. None: another result.
+    """
+    makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    parts_of_called = functools.cache(updated_parts)  # once for all results of a call
+
+    def find_parts(atom: Any) -> tuple[int, list[Any]] | None:
+        if hasattr(atom, "val"):
+            return None
+        if atom in jaxpr.invars:
+            return jaxpr.invars.index(atom), []
+        if (equation := makers.get(atom)) is None:
+            return None
+        operands, number, times = equation.invars, 0, 1
+        if equation.primitive.name in _PARTS_SET:
+            parts = [operands[_PARTS_SET[equation.primitive.name]].aval]
+        elif (inner := applied_jaxpr(equation)) is not None:
+            result, within = equation.outvars.index(atom), parts_of_called(inner)
+            if within[result] is None:
+                return None
+            number, parts = within[result]
+            if equation.primitive.name == "scan":
+                carried = same_rank(inner.outvars, equation.outvars)
+                if number != same_rank(inner.invars, equation.invars) - carried + result:
+                    return None
+                times = equation.params["length"]
+        else:
+            return None
+        before = find_parts(operands[number])
+        return before and (before[0], [*before[1], *parts * times])
+
+    return [find_parts(atom) for atom in jaxpr.outvars]
 
 
 def same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:

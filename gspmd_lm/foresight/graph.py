@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from gspmd_lm.foresight.equations import GROUPED, called_jaxprs, flops, same_rank
+from gspmd_lm.foresight.equations import GROUPED, applied_jaxpr, called_jaxprs, flops, same_rank
 from gspmd_lm.model.cache import CACHE
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.sharding.op_names import LOSS, OpName, parse
@@ -174,7 +174,7 @@ class DataflowGraph:
         for eqn in jaxpr.eqns:
             operands = [node_of(atom) for atom in eqn.invars]
             name_stack = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
-            inner = next(iter(called_jaxprs(eqn.params)), None)
+            inner = applied_jaxpr(eqn)
             if inner is not None and eqn.primitive.name == "scan":
                 # What a loop carries has the same rank outside, what it stacks or takes apart has one dimension more.
                 # jax has other parameters for that in 0.10 than in 0.12.
@@ -187,7 +187,7 @@ class DataflowGraph:
                 results = self._add_operations(inner, operands, name_stack, trip_count)
                 for node, result in zip(carried, results, strict=False):
                     node.inputs.append(result)
-            elif inner is not None and len(inner.invars) == len(operands):
+            elif inner is not None:
                 begin, count = len(self.nodes), len(eqn.outvars)
                 rule = _with_residuals(eqn, inner) if eqn.primitive.name == _CUSTOM_DERIVATIVE else None
                 outputs = self._add_operations(rule or inner, operands, name_stack, times)

@@ -32,7 +32,7 @@ from gspmd_lm.workdir import layout
 
 SCHEMA = 1  # counted up when a field changes its meaning or goes away
 LINKS = ("ici", "die", "dcn", "nvlink", "pcie", "memory", "network")
-LONG_WAIT = 0.01  # the share of a step from which waiting for rows is said
+LONG_WAIT = 0.01  # the share of a step from which on waiting for rows is reported
 # Fields of a chip that depend on the target or on the process, and texts: not what its description measures.
 _OF_TARGET = ("usable_hbm_bytes", "network_bytes_per_s", "matmul_slowdown", "note", "slowdowns")
 

@@ -30,10 +30,11 @@ def matmul_flops_per_s(
 
 
 def bytes_per_s(chip: Chip, moved_bytes: float) -> float:
-    """The bandwidth of an operation that moves so many bytes, between the two sizes next to it that were measured."""
+    """The bandwidth of an operation that moves so many bytes, between the two sizes next to it that were measured.
+
+    Some bandwidth of the chip was measured.
+    """
     known = [(math.log(one.moved_bytes), math.log(one.bytes_per_s)) for one in chip.bandwidths]
-    if not known:
-        return chip.hbm_bytes_per_s
     return math.exp(_between(math.log(max(moved_bytes, 1)), known))
 
 

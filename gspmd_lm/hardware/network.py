@@ -125,6 +125,10 @@ class Network:
         """A function of groups: the mesh axes along which devices of one group differ, in the mesh's order."""
         return functools.cache(self._axes)
 
+    def outer(self, group: Sequence[int]) -> int:
+        """How many slices of TPUs, or hosts of others, a group of devices crosses. NVLink may join several to one."""
+        return self._route(group).outer
+
     def link(self, groups: Groups) -> str:
         """The slowest link in use: ici, die, dcn, nvlink, pcie, memory or network; '' without a chip or an exchange."""
         routes = self._routes(groups)
@@ -183,7 +187,7 @@ class Network:
         kind = "all-to-all" if kind in _ALL_TO_ALL else "all-gather" if kind == "collective-broadcast" else kind
         sizes = [(route.size, route.outer) for route in routes]
         if kind == "collective-permute":
-            sizes = [(2, 2 if any(self.hosts[source] != self.hosts[end] for source, end in groups) else 1)]
+            sizes = [(2, max(map(self.outer, groups), default=1))]
         return max((measured.collective_s(chip, kind, size_bytes, *size) for size in sizes), default=0.0)
 
     def _gather_s(self, chip: Chip, whole_bytes: float, route: Route) -> float:

@@ -34,7 +34,8 @@ _LONGEST = 256  # chips along a dimension of a slice that Google Cloud has a nam
 _CHIPS_PER_HOST = 4  # of a TPU slice of several hosts
 NO_CUDA = (0, 0)  # the compute capability of a GPU that has none
 MOST_DEVICES = 2**18  # more than the largest cluster that is known, of 200,000; jax makes an object of each
-_GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
+_WHOLE = "[1-9][0-9]{0,17}"  # a whole number, which Python can read
+_GBPS = range(10, 12_801)  # that the network of a host may have
 _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, v5p-128, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
 
 
@@ -66,7 +67,7 @@ class Target:
     def hosts(self) -> int:
         """How many hosts there are. A host of TPUs has four chips, as jax's topologies have it, or a whole slice."""
         if self.platform != "tpu":
-            return self.topology[0] if self.platform == "gpu" else 1
+            return self.topology[0] if len(self.topology) > 1 else 1
         return self.slices * max(1, math.prod(self.topology) // _CHIPS_PER_HOST)
 
     def price(self, given: Mapping[str, Price]) -> Price:
@@ -125,12 +126,12 @@ def _parse_name(text: str) -> Target:
         raise InputError(
             f"{place}: no target begins with tpu-\n  fix   --target={plain}, which is {_parse_name(plain).text}"
         )
-    if cloud_name := re.fullmatch(r"([a-z]\w*)-(\d+)", rest):
+    if cloud_name := re.fullmatch(r"([a-z]\w*)-([0-9]{1,18})", rest):
         rest = _topology_of_cloud_name(place, *cloud_name.groups())
         text = f"{slices}{at}{rest}"
     name, colon, size = rest.partition(":")
     chip = None if name == "cpu" else _find_chip(name, place)
-    if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) or (at and not re.fullmatch(r"[1-9]\d*", slices)):
+    if not colon or not re.fullmatch(rf"{_WHOLE}(x{_WHOLE})*", size) or (at and not re.fullmatch(_WHOLE, slices)):
         raise InputError(f"{place}: no such form\n  fix   write it like {_EXAMPLES}")
     dimensions = tuple(map(int, size.split("x")))
     if slash and (chip is None or chip.platform != "gpu"):
@@ -171,9 +172,9 @@ def read_own_chip(file: str) -> Chip:
 
 
 def with_chip(text: str, chip_file: str) -> str:
-    """The text of targets, with commas between them, whose chip --chip describes: folder/my.yaml:8 for my:8.
+    """The targets of a text, with a file in place of the name of the chip that it describes: folder/my.yaml:8 for my:8.
 
-    Raises InputError if none of them names that chip.
+    There are commas between the targets. Raises InputError if none of them names that chip.
     """
     name = read_own_chip(chip_file).name
     changed = ",".join(re.sub(rf"^(\d+@)?{re.escape(name)}(?=:)", rf"\g<1>{chip_file}", one) for one in text.split(","))
@@ -261,7 +262,7 @@ def _gpu_target(text: str, chip: Chip, hosts: int, per_host: int) -> Target:
 
 def _with_network(place: str, target: Target, network: str) -> Target:
     """The target of GPUs whose hosts each have a network of so many Gbit/s, which their GPUs share."""
-    if not re.fullmatch(r"[1-9]\d*", network) or int(network) not in _GBPS:
+    if not re.fullmatch(_WHOLE, network) or int(network) not in _GBPS:
         raise InputError(
             f"{place}: a network of {network!r} Gbit/s per host\n"
             f"  fix   write a whole number from {_GBPS[0]} to {_GBPS[-1]}, such as {target.hardware}/800"
@@ -282,7 +283,10 @@ def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
         return ""
     if len(dimensions) != 3 or any(n % _CUBE for n in dimensions):
         return f"use {cubes}"
-    return "" if size == ascending else f"use {ascending}"
+    if size != ascending:
+        return f"use {ascending}"
+    most = _MOST_CUBES.get(chip.compiler_name, math.inf) * _CUBE**3
+    return "" if math.prod(dimensions) <= most else f"use at most {most:,} chips; 2@{chip.name}:4x4x4 are two slices"
 
 
 def larger(target: Target) -> Iterator[Target]:
@@ -337,7 +341,7 @@ def from_devices(devices: Sequence[Any], chip_file: str = "") -> Target:
         hosts = len({device.process_index for device in devices}) if chip else 1
         topology = (hosts, count // hosts) if hosts > 1 else (count,)
         size = "x".join(map(str, topology))
-        return Target(f"{chip_file or first.platform}:{size}", first.platform, chip, topology)
+        return Target(f"{chip_file or platform}:{size}", platform, chip, topology)
     name = chip_file or chip.name
     if chip.platform == "gpu":
         hosts = len({device.process_index for device in devices})

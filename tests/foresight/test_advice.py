@@ -181,6 +181,8 @@ def test_what_a_tpu_narrows_is_compared_with_a_floor_of_the_same_width():
 @pytest.mark.parametrize(("link", "where"), [("dcn", "between slices"), ("network", "between hosts")])
 def test_a_slow_link_in_every_layer(link, where):
     assert where in only(warned(moved=[dataclasses.replace(GATHER, link=link)]), "slow-link").message
+    nameless = warned(moved=[dataclasses.replace(GATHER, link=link, rules=())])
+    assert [one.message.endswith(f"{where}, in every layer") for one in nameless if one.code == "slow-link"] == [True]
     once = dataclasses.replace(GATHER, link=link, times_per_step=1)
     assert warned(moved=[once]) == ()
     gradient = dataclasses.replace(GATHER, link=link, kind="all-reduce", phase="backward", rules=("rules.batch",))

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm.config import LatentAttention, Lora, Patches, Queries, Vision, with_values
-from gspmd_lm.foresight.bounds import necessary_flops, step_flops, training_bounds
+from gspmd_lm.foresight.bounds import necessary_flops, program_bounds, step_flops, training_bounds
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware.chips import CHIPS
@@ -17,7 +17,7 @@ from gspmd_lm.sharding import permutes, rules_file
 from gspmd_lm.sharding.problems import check
 from gspmd_lm.sharding.rules import Remat, Row
 from gspmd_lm.sharding.shapes import pairs
-from gspmd_lm.train import state
+from gspmd_lm.train import decoder, state
 
 B, T, D, L, V = 8, 8192, 4096, 32, 128256
 TOKENS = B * T
@@ -250,6 +250,14 @@ def test_model_flops_are_those_of_the_gradients_that_a_step_computes(small, buil
     reading = read(step)
     assert found == reading.model_flops
     assert training_bounds(step.task, rules, arrays, None, recorded, reading).flops == found
+    # Gradients wait for their norm. XLA:TPU updates a weight in the fusion that makes its gradient, where it can.
+    clipped, free = (
+        training_bounds(decoder.task(with_values(config, {"optimizer.clip_norm": norm})), *rest).memory_s
+        for norm in (1.0, 0.0)
+        for rest in [(rules, arrays, CHIPS["v5p"], recorded, reading)]
+    )
+    trained = sum(like.size for _, like in pairs(arrays.named_trained, arrays.trained))
+    assert clipped - free == pytest.approx(2 * 4 * trained / 2765e9)
 
 
 def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys_are_made_of(small):
@@ -375,6 +383,23 @@ def test_of_a_program_per_device_each_piece_counts_and_what_is_computed_again_do
     for function in (gradient, on_devices):
         made = jax.make_jaxpr(function)(np.ones((4, 8)), np.ones((8, 8)))
         assert read_step(made, mesh=mesh.shape).model_flops == 2 * 2 * 4 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "peak"),
+    [
+        ("v5e", "bfloat16", 197e12),
+        ("v5e", "float32", 197e12),  # XLA multiplies it as bfloat16
+        ("v5e", "int8", 393e12),
+        ("h100", "float8_e4m3fn", 1979e12),
+        ("v100", "bfloat16", 15.7e12),
+        ("v100", "float16", 125e12),
+    ],
+)
+def test_the_products_of_a_program_have_the_peak_of_their_dtype(chip, dtype, peak):
+    one = jax.ShapeDtypeStruct((64, 64), dtype)
+    found = program_bounds(CHIPS[chip], 1, read_step(jax.make_jaxpr(lambda x, y: jax.lax.dot(x, y))(one, one)))
+    assert found.compute_s == pytest.approx(2 * 64**3 / peak) and found.flops == 2 * 64**3
 
 
 def test_of_a_mixture_only_the_chosen_experts_count():

@@ -1,9 +1,11 @@
 """Calibration: what it writes is read again, and steps of this machine are predicted with it."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gspmd_lm.errors import InputError
@@ -40,6 +42,29 @@ def test_what_is_written_is_read_again(chip):
     )
     assert "calibrated on 20" in found.note and f"jax {jax.__version__}" in found.note
     assert 1e-8 <= found.kernel_gap_s < 1e-2 and {"add", "exponential", "scatter"} <= found.element_rates.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "slices", "expected"),
+    [
+        ("TPU v5 lite", (0, 0), 1),
+        ("TPU v5 lite", (0, 1), 2),
+        ("NVIDIA H100", (0, 0), 2),
+        ("NVIDIA GB200", (0, 0), 1),
+        ("My GPU", (0, 0), 2),
+    ],
+)
+def test_a_link_within_a_slice_or_a_rack_is_not_the_network(kind, slices, expected):
+    """Eight devices of two processes: those of a slice of TPUs are joined by ICI, those of a rack by NVLink."""
+    ids, coords = range(8), [(x, y, 0) for x in range(2) for y in range(4)]
+    devices = [
+        types.SimpleNamespace(
+            id=k, device_kind=kind, process_index=k // 4, slice_index=slices[k // 4], coords=coords[k]
+        )
+        for k in ids
+    ]
+    mesh = types.SimpleNamespace(devices=np.array(devices), shape={"others": 1, "group": 8})
+    assert calibration.count_outer(mesh, 8) == expected and calibration.count_outer(mesh, 4) == 1
 
 
 def compiled(function, *arguments):

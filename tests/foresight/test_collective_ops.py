@@ -81,6 +81,15 @@ def test_exchanges_of_every_form_are_told_once():
     assert (instructions["ag-update"].base, instructions["ag-update"].phase) == ("all-gather", "-update")
 
 
+def test_a_permute_without_pairs_is_between_nobody():
+    """XLA keeps it: it gives zeros, as where an axis of one device hands on to the next."""
+    module = program(
+        "  %p = f32[8]{0} parameter(0)\n  ROOT %r = f32[8]{0} collective-permute(%p), source_target_pairs={}"
+    )
+    (permute,) = module.entry.root.collectives
+    assert (permute.groups, permute.sent_bytes) == ((), 0)
+
+
 def test_sparse_core_collectives_are_asynchronous():
     module = saved("tpu7x")
     found = [e for instruction in module.operations for e in instruction.collectives]

@@ -94,6 +94,20 @@ ENTRY %main (a: bf16[64,64]) -> (bf16[64,64], s8[33554432]) {
     assert price(hlo.parse(text), H100) == price(alone, H100)
 
 
+def test_a_call_of_python_gives_nothing_and_hyperbolic_functions_are_arithmetic():
+    text = """HloModule test
+
+ENTRY %main (a: f32[64,64]) -> f32[64,64] {
+  %a = f32[64,64] parameter(0)
+  %p = () custom-call(%a), custom_call_target="xla_ffi_python_gpu_callback"
+  ROOT %c = f32[64,64] acosh(%a)
+}"""
+    module = hlo.parse(text)
+    called = op_time.op_time(module.entry.instructions["p"], H100)
+    assert called.unknown == "custom-call xla_ffi_python_gpu_callback" and called.seconds > 0
+    assert not price(module, H100).unknown
+
+
 SUM = """
 %sum (x: f32[], y: f32[]) -> f32[] {
   %x = f32[] parameter(0)

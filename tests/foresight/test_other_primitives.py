@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.collectives import count, ring_bytes
-from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight import equations, hlo
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
 
 FSDP, TENSOR = 2, 4
@@ -73,6 +74,52 @@ def test_the_condition_of_a_loop_counts_as_its_body_does():
     found, compiled = read(lambda x, w: jax.lax.while_loop(lambda x: (x @ w).sum() < 5, lambda x: x @ w, x),
                            like(16, 16), like(16, 16))  # fmt: skip
     assert found.flops == found.model_flops == compiled == 2 * 2 * 16**3
+
+
+def test_a_loop_that_captures_nothing_is_no_call():
+    """It reads what it carries in its body as in its condition, and the graph of a model has it whole."""
+
+    def thirds(x):
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, lambda carry: (carry[0] + 1, carry[1] / 3), (0, x))[1]
+
+    jaxpr = jax.make_jaxpr(thirds)(like(16, 16))
+    assert equations.read_arguments(jaxpr.jaxpr) == [True]
+    assert [node.primitive for node in DataflowGraph(jaxpr, ()).nodes if node.inputs] == ["while"]
+
+
+def test_of_a_cache_that_a_step_changes_the_new_part_alone_is_written():
+    """Layer by layer, or at once, or in a function of its own."""
+    cache, row, at = like(4, 64, 16), like(16), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def by_layer(cache, row, at):
+        def layer(cache, number):
+            return jax.lax.dynamic_update_slice(cache, row[None, None], (number, at, 0)), None
+
+        return jax.lax.scan(layer, cache, jnp.arange(4))[0]
+
+    def at_once(cache, row, at):
+        return jax.jit(lambda cache: cache.at[:, at].set(row).at[0, 0].add(row))(cache)
+
+    def read_too(cache, row, at):
+        return cache.at[0, at].set(row) + 1
+
+    given = 4 * (16 + 1)  # the row and its place
+    for function, more in ((by_layer, 4 * 4 * 16), (at_once, 4 * 5 * 16), (read_too, 4 * 4 * 64 * 16)):
+        held = read_step(jax.make_jaxpr(function)(cache, row, at)).held_bytes
+        assert held == given + more, function
+
+
+def test_a_product_that_no_iteration_changes_counts_once():
+    """XLA takes it out of the loop."""
+
+    def turns(x, w):
+        return jax.lax.scan(lambda carry, _: (jnp.tanh(carry @ w + jnp.sin(x @ w)), None), x, length=5)[0]
+
+    mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
+    on_devices = jax.shard_map(turns, mesh=mesh, in_specs=(PartitionSpec(),) * 2, out_specs=PartitionSpec())
+    found, compiled = read(turns, like(16, 16), like(16, 16))
+    mapped = read_step(jax.make_jaxpr(on_devices)(like(16, 16), like(16, 16)), mesh=mesh.shape)
+    assert mapped.model_flops == found.model_flops == compiled == 6 * 2 * 16**3
 
 
 def test_of_a_linear_system_what_solves_it_is_read():

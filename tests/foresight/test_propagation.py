@@ -249,6 +249,9 @@ def test_the_gradient_of_a_looked_up_table_and_what_else_reads_the_rows_is_excha
     table, ids, dy = array((64, 8), None, "fsdp"), array((8,), "fsdp", dtype=jnp.uint32), array((8, 8), "fsdp", None)
     found = reading(step, table, table, ids, dy)
     assert kinds(found) == [("all-gather", "fsdp", 8 * 4 / 2, 1), ("all-to-all", "fsdp", 8 * 8 * 4 / 2 / 2, 1)]
+    descend = lambda table, ids, dy: put(jnp.zeros_like(table).at[ids].subtract(dy), None, "fsdp")  # noqa: E731
+    subtracted = reading(descend, table, ids, dy)
+    assert kinds(subtracted) == kinds(found) and not subtracted.unknown
 
 
 def test_rows_are_sent_in_place_of_two_tables_though_each_table_is_less():
@@ -304,6 +307,13 @@ def test_what_a_program_of_one_device_sends_is_what_it_says():
     local, result = 4 * 4 * 4, 4 * 4 * 4
     assert kinds(found) == [("all-reduce", "tensor", 2 * result * 3 / 4, 1), ("collective-permute", "fsdp", local, 3)]
     assert found.flops == 2 * 4 * 4 * 4
+
+
+@pytest.mark.parametrize("pairs", [(), ((0, 0), (1, 1))])
+def test_a_permute_to_nobody_else_sends_nothing(pairs):
+    mapped = jax.shard_map(lambda x: jax.lax.ppermute(x, "fsdp", pairs), mesh=MESH, in_specs=PartitionSpec("fsdp"),
+                           out_specs=PartitionSpec("fsdp"))  # fmt: skip
+    assert kinds(reading(mapped, array((8, 16), "fsdp"))) == []
 
 
 def test_an_array_is_sent_before_it_is_made_wider():

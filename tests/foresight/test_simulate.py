@@ -23,6 +23,7 @@ from schedules import (
     run_loop,
 )
 
+from gspmd_lm.foresight.collectives.tensors import moved_tensors
 from gspmd_lm.foresight.timing import op_time, predict
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.hardware.network import NCCL_CORES
@@ -79,6 +80,8 @@ def test_on_gpus_a_collective_takes_cores_from_the_compute_beside_it(nbytes, bes
     took = 100 / (1 - lost) if beside is None else 100 + beside * lost
     assert ns(found.matmul_s) == pytest.approx(took)
     assert ns(found.step_time_s) == pytest.approx(max(took, nbytes))
+    small = dataclasses.replace(chip, gpu=dataclasses.replace(chip.gpu, core_count=NCCL_CORES))  # half of them are left
+    assert ns(predict.predict(given, small, Nvlink(), 0.0, 0.0).matmul_s) == pytest.approx(100 + nbytes / 2)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,16 @@ def test_two_collectives_share_a_link_or_run_side_by_side(first, second, step):
     begin = gather("g1", 60, first) + gather("g2", 60, second)
     found = predicted(begin + matmul("m", 100) + done("e1", "g1", 60) + done("e2", "g2", 60))
     assert (ns(found.step_time_s), ns(found.communication_s)) == (step, 120)
+
+
+def test_the_devices_of_a_chip_and_the_hosts_of_slices_have_links_of_their_own():
+    class Apart(Links):
+        def link(self, groups):
+            return "die" if self.axes(groups) == ("tensor",) else "dcn"
+
+    begin = gather("g1", 60, FSDP) + gather("g2", 60, TENSOR)
+    given = module(begin + matmul("m", 100) + done("e1", "g1", 60) + done("e2", "g2", 60))
+    assert ns(predict.predict(given, CHIP, Apart(), 0.0, 0.0).step_time_s) == 100
 
 
 def test_a_synchronous_collective_blocks_and_waits_for_its_link():
@@ -235,6 +248,23 @@ def test_what_crosses_slices_is_sent_and_waited_for():
     found = predict.predict(module(body, devices=1, slices=(0, 1)), CHIP, slow, 0.0, 0.0)
     assert found.exposed_by_axis == {"data": pytest.approx(found.step_time_s - 40e-9)}
     assert ns(found.communication_s) == 60 and ns(found.step_time_s) == 60
+
+
+def test_a_permute_that_is_written_as_a_send_counts():
+    """XLA:GPU makes them where it has pipelines in view (xla_gpu_experimental_pipeline_parallelism_opt_level)."""
+    attributes = "channel_id=1, frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{2,3}}}"
+    body = f"""  %token = token[] after-all()
+  %in = (u8[60], u32[], token[]) recv(%token), {attributes}
+  %got = (u8[60], token[]) recv-done(%in), channel_id=1
+  %out = (u8[60], u32[], token[]) send(%q60, %token), {attributes}, control-predecessors={{%got}}
+{matmul("m", 40)}  %sent = token[] send-done(%out), channel_id=1
+"""
+    given, chip = module(body), dataclasses.replace(CHIP, gpu=CHIPS["h100"].gpu)
+    (moved,) = moved_tensors(given)
+    assert (moved.kind, moved.op.groups, moved.sent_bytes) == ("collective-permute", ((0, 1), (2, 3)), 60)
+    assert moved.overlapped
+    found = predict.predict(given, chip, Links(), 0.0, 0.0)
+    assert ns(found.communication_s) == ns(found.step_time_s) == 60 > ns(found.exposed_communication_s) > 0
 
 
 def test_the_timeline_shows_a_turn_of_each_pass_in_one_loop_over_microbatches():

@@ -74,6 +74,15 @@ def test_what_a_file_does_not_state_is_that_of_the_chip_it_is_like(own):
         ("0.6 TB/s", "600", "hbm_bytes_per_s: 600 is not a number of B/s", "[819 GB/s, data sheet]"),
         ("24 GiB", "0 GiB", "hbm_bytes: '0 GiB' must be more than 0", "16 GiB"),
         ("24 GiB", "1.2.3 GiB", "hbm_bytes: '1.2.3 GiB' is not a number", "GiB"),
+        ("24 GiB", "1e400 GiB", "hbm_bytes: '1e400 GiB' is not a number of B", "GiB"),
+        ("0.6 TB/s", f"{10**320} TB/s", f"hbm_bytes_per_s: '{10**320} TB/s' is not a number", "819 GB/s"),
+        ("core_count: [80", "core_count: [80.5", "gpu.core_count: 80.5 is not a whole number", "core_count: [2, "),
+        ("100 TFLOP/s", "0 TFLOP/s", "peak_bf16_flops_per_s: '0 TFLOP/s' must be more than 0", "197 TFLOP/s"),
+        ("host_bytes", "peer_bytes_per_s: [0 GB/s, I]\nhost_bytes", "peer_bytes_per_s: '0 GB/s' must", "819 GB/s"),
+        (OWN, "name: my\nlike: v5p\ngpu: {core_count: [0, I]}", "gpu.core_count: 0 must be more than 0", "[2, "),
+        (OWN, "name: my\nlike: v5p\ndevices_per_chip: [2, I]", "die_link_bytes_per_s is missing", "[819 GB/s, "),
+        ("host_bytes", "matmul_rates: [[[5, 1, 1, 1, 1, 1.0]], I]\nhost_bytes", "matmul_rates: [5, 1, 1", "calibrate"),
+        ("host_bytes", "slowdowns: [{matmul: .inf}, I]\nhost_bytes", "slowdowns: not operations", "add: 1.0e9"),
         ("[My GPU]", "My GPU", "kinds: 'My GPU' is not a list of texts", "kinds: [NVIDIA L4]"),
         ("platform: gpu", "platform: npu", "platform: npu: no such platform", "platform: cpu, gpu or tpu"),
         (
@@ -125,8 +134,9 @@ def test_a_target_takes_a_chip_of_ones_own(own):
     own(OWN.replace("name: my", "name: h100"), "fake.yaml")
     with pytest.raises(InputError, match="name: h100: a chip of the table has this name\n  fix   name: my_h100"):
         target.parse("fake.yaml:8")
-    with pytest.raises(InputError, match=r"nowhere.yaml: cannot be read: .*No such file"):
-        target.parse("nowhere.yaml:8")
+    for nowhere in ("nowhere.yaml", "no\0where.yaml"):
+        with pytest.raises(InputError, match=f"{nowhere}: cannot be read: "):
+            target.parse(f"{nowhere}:8")
 
 
 def test_devices_here_are_those_that_a_file_describes(own):
@@ -138,6 +148,7 @@ def test_devices_here_are_those_that_a_file_describes(own):
     found = target.from_devices([Device()] * 3, "cpu.yaml")
     assert (found.text, found.platform, found.chip.name) == ("cpu.yaml:3", "cpu", "mine")
     assert target.parse(found.text) == found
+    assert (found.hosts, target.parse("cpu.yaml:2x4").hosts) == (1, 2)
     with pytest.raises(
         InputError, match=r"--chip=my.yaml: describes a gpu, and the devices here are cpus\n  fix .*calib"
     ):

@@ -105,6 +105,8 @@ def test_gpus_beyond_one_host_are_on_several():
         ("v5p:4x4", "v5p has no topology 4x4", "multiples of 4"),
         ("v5p:4x4x3", "v5p has no topology 4x4x3", "multiples of 4"),
         ("v5p:8x4x4", "v5p has no topology 8x4x4", "use 4x4x8"),
+        ("v5p:16x16x28", "v5p has no topology 16x16x28", "use at most 6,144 chips; 2@v5p:4x4x4"),
+        pytest.param(f"cpu:{'9' * 5000}", "no such form", "cpu:8", id="more digits than Python reads"),
         ("2@h100:8", "only TPUs have slices", "h100:4x8"),
         ("h100:2x16", "at most 8 GPUs", "h100:8"),
         ("h100:12", "at most 8 GPUs", "h100:8"),

@@ -1,7 +1,7 @@
 """Every tensor that a compiled program moves between devices, one by one where the compiler merged several.
 
-A loop of permutes around the pieces of a matmul (XLA's windowed einsum) is told as the gather or the reduction that it
-stands for.
+A loop of permutes around the pieces of a matmul (XLA's windowed einsum) is reported as the gather or the reduction that
+it stands for.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from gspmd_lm.foresight.collectives.def_use import concatenated_values, def_chain
 from gspmd_lm.foresight.hlo import Array, Computation, Instruction, Module
 from gspmd_lm.foresight.hlo.values import Value
-from gspmd_lm.foresight.hlo.work import ENDED, STARTED, CollectiveOp, rendezvous
+from gspmd_lm.foresight.hlo.work import BETWEEN_SLICES, ENDED, STARTED, CollectiveOp, rendezvous
 from gspmd_lm.hardware.network import Groups
 from gspmd_lm.sharding.op_names import tensor_names
 
@@ -44,7 +44,7 @@ class MovedTensor:
 
 def moved_tensors(module: Module) -> Iterator[MovedTensor]:
     """All of them, in the order of the schedule. Of a conditional, they are those of the branch that sends most."""
-    # Loops that are told as the one operation that they are.
+    # Loops that are reported as one operation.
     loops = (i for i in module.operations if i.opcode == "while" and "windowed_dot_general_body" in _body(i).name)
     windows = {loop: permutes for loop in loops if (permutes := _permutes_of_window(loop))}
     parts = {permute.instruction for permutes in windows.values() for permute in permutes}
@@ -177,7 +177,7 @@ def _overlaps(op: CollectiveOp) -> bool:
 def _ends(start: Instruction) -> set[Instruction]:
     """The instructions with which a movement that `start` begins can end."""
     beside = start.computation.instructions.values()
-    if start.opcode == "send":
+    if BETWEEN_SLICES in start.frontend:
         received = [i for i in beside if i.opcode == "recv" and rendezvous(i) == rendezvous(start)]
         return {user for one in received for user in one.users if user.opcode == "recv-done"}
     if start.opcode == "fusion":

@@ -37,6 +37,8 @@ COLLECTIVES = (
 )
 # Custom calls of a TPU fusion that are given an asynchronous collective which it begins or ends.
 STARTED, ENDED = "AsyncCollectiveStart", "AsyncCollectiveDone"
+# Attributes of sends: of those to other slices of TPUs, and of those that XLA:GPU makes of permutes.
+BETWEEN_SLICES, _PAIRS = "_xla_megascale_transfer_type", "_xla_send_recv_source_target_pairs"
 # How programs write groups of devices.
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{(.*)\}$")
@@ -286,7 +288,7 @@ def begun_by(instruction: Instruction) -> tuple[CollectiveOp, ...]:
     through the host. The groups are told in partitions of the whole.
     """
     if instruction.opcode == "send":
-        return _sent_between_slices(instruction)
+        return _exchange_of_send(instruction)
     if instruction.base in COLLECTIVES:
         begun = [instruction] if instruction.phase in ("", "-start") else []
     else:
@@ -297,7 +299,7 @@ def begun_by(instruction: Instruction) -> tuple[CollectiveOp, ...]:
 
 
 def carried_by(fusion: Instruction) -> Mapping[str, tuple[Instruction, ...]]:
-    """See `Instruction.carried`."""
+    """See `Instruction.carried_collectives`."""
     handed = {one: {user.custom_call_target for user in one.users} for one in fusion.inside}
     return {
         target: tuple(one for one, targets in handed.items() if target in targets and one.is_carried)
@@ -307,7 +309,7 @@ def carried_by(fusion: Instruction) -> Mapping[str, tuple[Instruction, ...]]:
 
 def rendezvous(instruction: Instruction) -> str:
     """What a send and the receive of its answer have in common."""
-    return instruction.frontend.get("_xla_host_transfer_rendezvous", "")
+    return instruction.frontend.get("_xla_host_transfer_rendezvous") or instruction.attributes.get("channel_id", "")
 
 
 def _collective_op(inner: Instruction, scheduled: Instruction) -> CollectiveOp:
@@ -330,15 +332,21 @@ def _collective_op(inner: Instruction, scheduled: Instruction) -> CollectiveOp:
     return CollectiveOp(kind, inputs, partitions, inner, scheduled, asynchronous)
 
 
-def _sent_between_slices(send: Instruction) -> tuple[CollectiveOp, ...]:
-    """An exchange between slices: each device with those in its place in the other slices. () for other sends."""
-    kind = send.frontend.get("_xla_megascale_transfer_type", "").lower().replace("_", "-")
+def _exchange_of_send(send: Instruction) -> tuple[CollectiveOp, ...]:
+    """An exchange between slices: each device with those in its place in the other slices. () for sends to the host.
+
+    XLA:GPU can make a send and a receive of each permute.
+    """
+    arrays, pairs = send.operands[0].shape.arrays, send.frontend.get(_PAIRS)
+    if pairs:
+        return (CollectiveOp("collective-permute", arrays, parse_groups(pairs, send.module.devices), send, send, True),)
+    kind = send.frontend.get(BETWEEN_SLICES, "").lower().replace("_", "-")
     if not kind:
         return ()
     kind = kind if kind in COLLECTIVES else "collective-permute"
     assert send.module.slices, "a program that sends to other slices is parsed with the slice of each partition"
     across = tuple(zip(*_partitions_of_slices(send.module.slices), strict=True))
-    return (CollectiveOp(kind, send.operands[0].shape.arrays, across, send, send, True),)
+    return (CollectiveOp(kind, arrays, across, send, send, True),)
 
 
 def _partitions_of_slices(slices: Sequence[int]) -> list[list[int]]:
@@ -347,8 +355,10 @@ def _partitions_of_slices(slices: Sequence[int]) -> list[list[int]]:
 
 
 def groups(instruction: Instruction, devices: int) -> Groups:
-    """The groups of a collective, each in its order; for a permute, its (source, target) pairs. Raises as `read`."""
+    """The groups of a collective, or the (source, target) pairs of a permute. Raises as `parse_groups`."""
     pairs = instruction.attributes.get("source_target_pairs")
+    if pairs == "{}":  # no device sends
+        return ()
     return parse_groups(pairs if pairs is not None else instruction.attributes.get("replica_groups", "{}"), devices)
 
 

@@ -81,18 +81,20 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
         for var, one, is_read in zip(jaxpr.invars, operands, equations.read_arguments(jaxpr), strict=True)
         if is_read
     )
-    for var, result, dims in zip(jaxpr.outvars, shardings, wanted, strict=True):
+    results_updated = equations.updated_parts(jaxpr)
+    for var, result, dims, updated in zip(jaxpr.outvars, shardings, wanted, results_updated, strict=True):
         placed = result.dims if dims is None else dims
         if jaxpr.eqns and (dims is not None or result.unreduced):  # what is returned is no partial sum
             reader.move(Operation(jaxpr.eqns[-1], "", [], {}), var.aval, result, placed)
         if isinstance(var, core.Var) and var not in jaxpr.invars:
-            held_bytes += reader.mesh.local_bytes(var.aval, placed)
+            written = [reader.mesh.local_bytes(part, placed) for part in (updated[1] if updated else [var.aval])]
+            held_bytes += min(sum(written), reader.mesh.local_bytes(var.aval, placed))
     record = reader.record
     return Reading(
         tuple(record.transfers),
         dict(record.flops),
         dict(record.unknown),
-        record.model_flops,
+        dict(record.model_flops),
         record.values.least_bytes(),
         held_bytes,
     )

@@ -9,7 +9,7 @@ from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.equations import called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims
+from gspmd_lm.foresight.propagation.sharding import ArraySharding
 from gspmd_lm.foresight.propagation.wanted import terms, use_counts
 
 _FIXED_POINT_TURNS = 3  # iterations of a loop after which what it carries has settled, in all programs that were tried
@@ -214,21 +214,18 @@ def branches(reader: Reader, operation: Operation) -> list[ArraySharding]:
         records.append(record)
     reader.record.add(least_of(records))
     depth = max((one.loop_depth for one in (*operation.operands, *itertools.chain(*results))), default=0)
-    return [
-        ArraySharding(_least_split(one.dims for one in each), loop_depth=depth) for each in zip(*results, strict=True)
-    ]
+    least_split = (
+        min((one.dims for one in each), key=lambda dims: sum(map(len, dims))) for each in zip(*results, strict=True)
+    )
+    return [ArraySharding(dims, loop_depth=depth) for dims in least_split]
 
 
 def least_of(records: Sequence[Record]) -> Record:
     """The transfers of the branch that sends least, and the FLOPs of the branch that computes most."""
     least = min(records, key=lambda record: record.sent_bytes)
     dearest = max(records, key=lambda record: sum(record.flops.values()))
-    most = max(record.model_flops for record in records)
+    most = max((record.model_flops for record in records), key=lambda flops: sum(flops.values()))
     return dataclasses.replace(least, flops=dearest.flops, model_flops=most)
-
-
-def _least_split(shardings: Iterable[Dims]) -> Dims:
-    return min(shardings, key=lambda dims: sum(map(len, dims)))
 
 
 def barrier(reader: Reader, operation: Operation) -> list[ArraySharding]:

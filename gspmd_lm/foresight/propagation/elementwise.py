@@ -46,9 +46,9 @@ def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
 
 
 def _leading(reader: Reader, operands: list[ArraySharding], wanted: Dims | None, rank: int) -> Dims:
-    """The sharding of the operand that is split most, and what the others split besides.
+    """The sharding of the operand with the most shards, and the mesh axes that split the others alone.
 
-    Of several that are split as much, it is that of the operand that has the sharding in which the result is wanted.
+    Of several with as many shards, the operand counts that has the sharding in which the result is wanted.
     """
     lead = max(operands, key=lambda one: (reader.mesh.shards(one.mesh_axes), not one.is_constant, one.dims == wanted))
     used: set[str] = set()

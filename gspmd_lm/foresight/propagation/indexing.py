@@ -19,9 +19,9 @@ from gspmd_lm.foresight.propagation.sharding import (
 
 
 def gather(reader: Reader, operation: Operation) -> ArraySharding:
-    """Rows are looked up. Where a dimension is split in which they are looked up, the cheaper way is taken:
+    """The rule for `gather`. If a dimension in which rows are looked up is split, the cheaper of two ways is taken.
 
-    each device looks up the rows that it has, and these are added up; or the whole table is gathered.
+    Each device looks up the rows that it has, and these are added up; or the whole table is gathered.
     """
     numbers = operation.params["dimension_numbers"]
     table, indices = operation.operands
@@ -325,7 +325,7 @@ def stack(reader: Reader, operation: Operation) -> ArraySharding:
 
 RULES: dict[str, Rule] = {
     "gather": gather,
-    "scatter-add": scatter_add,
+    **dict.fromkeys(("scatter-add", "scatter-sub"), scatter_add),
     **dict.fromkeys(("scatter-mul", "scatter-min", "scatter-max"), scatter_extreme),
     "scatter": scatter,
     "slice": slice_,

@@ -252,6 +252,9 @@ class PerDevice:
                 one._replace(unreduced=operand.unreduced | frozenset(over), loop_depth=operand.loop_depth)
                 for one, operand in zip(results, operands, strict=True)
             ]
+        pairs = operation.params.get("perm")
+        if pairs is not None and all(source == target for source, target in pairs):  # nobody sends anything
+            return self._results_that_change_with(operation, operands, self.reader.value(operation))
         if kind == "ragged-all-to-all":
             # One of operand and result is a buffer with more room than even loads fill: the fewer rows travel.
             few, many = sorted(inputs[:2], key=lambda aval: aval.shape[0])

@@ -157,16 +157,19 @@ class Reader:
         return math.prod(self.loops[:depth])
 
     def add_flops(self, operation: Operation, flops: float) -> None:
-        """Notes FLOPs of one device, which run in each iteration of all loops around, and those of the model.
+        """Notes FLOPs of one device, and those of the model, which run in each iteration of the loops that change them.
 
-        The model is what all devices compute together, without recomputation and without kernels of Pallas.
+        XLA takes what no iteration changes out of a loop. The model is what all devices compute together, without
+        recomputation and without kernels of Pallas.
         """
         if flops:
             self.products += 1
-            times = math.prod(self.loops)
+            times = self.times(max((one.loop_depth for one in operation.operands), default=0))
             self.record.flops[operation.phase] = self.record.flops.get(operation.phase, 0.0) + flops * times
-            if operation.phase != "recomputation":
-                self.record.model_flops += equations.flops(operation.equation) * self.programs * times
+            if operation.phase != "recomputation" and (counted := equations.flops(operation.equation)):
+                wider = str(max((factor.dtype for factor in operation.inputs[:2]), key=lambda dtype: dtype.itemsize))
+                model_flops = self.record.model_flops
+                model_flops[wider] = model_flops.get(wider, 0.0) + counted * self.programs * times
 
     def add_unknown(self, what: str) -> None:
         self.record.unknown[what] += 1

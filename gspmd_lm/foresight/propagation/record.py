@@ -151,7 +151,8 @@ class Record:
 
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
     flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of one device, by phase
-    model_flops: float = 0.0  # see `Reading.model_flops`
+    # See `Reading.model_flops_by_dtype`.
+    model_flops: dict[str, float] = dataclasses.field(default_factory=dict)
     unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     # An array's identity -> the shardings in which devices have it already.
     copies: dict[Any, tuple[ArraySharding, ...]] = dataclasses.field(default_factory=dict)
@@ -177,7 +178,8 @@ class Record:
         self.transfers += other.transfers
         for phase, flops in other.flops.items():
             self.flops[phase] = self.flops.get(phase, 0.0) + flops
-        self.model_flops += other.model_flops
+        for dtype, flops in other.model_flops.items():
+            self.model_flops[dtype] = self.model_flops.get(dtype, 0.0) + flops
         self.unknown += other.unknown
         self.copies = other.copies
         self.values.update(other.values)
@@ -194,7 +196,8 @@ class Reading:
     transfers: tuple[Transfer, ...]
     flops_by_phase: Mapping[str, float]
     unknown: Mapping[str, int]
-    model_flops: float = 0.0  # of all devices, recomputation not counted, nor kernels that the program calls
+    # The wider dtype of two factors -> the FLOPs of all devices. Neither recomputation nor what kernels do is counted.
+    model_flops_by_dtype: Mapping[str, float] = dataclasses.field(default_factory=dict)
     saved_bytes: float = 0.0  # of one device: what it must keep of the forward pass for the backward pass
     held_bytes: float = 0.0  # of one device: the arguments that it must read, and the results that it must write
 
@@ -203,6 +206,11 @@ class Reading:
         """The reading of which `values` are what `dataclasses.asdict` made, once it was written as JSON."""
         transfers = tuple(Transfer(*one)._replace(shape=tuple(one[1])) for one in values["transfers"])
         return cls(**{**values, "transfers": transfers})
+
+    @property
+    def model_flops(self) -> float:
+        """The FLOPs of the model, of all devices."""
+        return sum(self.model_flops_by_dtype.values(), 0.0)
 
     @functools.cached_property
     def bytes_by_axes(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Arrays that are made of one other array alone, and what splits the one where the other is split in a given way.
+"""Arrays that are made of one other array alone, and how the shardings of the two follow from each other.
 
-Such an array may be sent as what it is made of. So a device that has an array also has its transpose.
+Such an array may be sent in the form of the other one. So a device that has an array also has its transpose.
 """
 
 import math
@@ -109,7 +109,7 @@ class View(NamedTuple):
     equation: Any
 
     def dims_before(self, mesh: MeshShape, target: Dims) -> Dims | None:
-        """What splits the other array where the result is split by `target`; None if nothing does."""
+        """The sharding of the source with which the result has the sharding `target`; None if there is none."""
         shape, params = self.aval.shape, self.equation.params
         match self.equation.primitive.name:
             case "transpose":
@@ -131,7 +131,7 @@ class View(NamedTuple):
 
 
 def reshaped_dims(mesh: MeshShape, dims: Dims, old: Any, new: Any) -> tuple[Dims, set[str]]:
-    """What splits an array of shape `old` when it has the shape `new`, and the mesh axes that cannot split it then."""
+    """The sharding of an array once it is reshaped from `old` to `new`, and the mesh axes that cannot split it then."""
     result: list[MeshAxes] = [()] * len(new)
     lost: set[str] = set()
     for before, after in _groups(old, new):

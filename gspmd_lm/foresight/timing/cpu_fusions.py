@@ -1,7 +1,6 @@
 """The compute time of operations in CPU programs. The time of their memory traffic is predicted elsewhere."""
 
 import math
-from collections.abc import Iterator
 
 from gspmd_lm.foresight.hlo import Instruction
 from gspmd_lm.foresight.timing import gathers, gpu_fusions
@@ -24,16 +23,11 @@ _SLOW = {"exponential", "log", "tanh", "logistic", "erf", "rsqrt", "sqrt", "divi
 
 def arithmetic_s(instruction: Instruction, chip: Chip) -> float:
     """The time of an instruction's operations, but for its matmuls: what they compute, sum, pick and transpose."""
-    return sum(_work_s(one, chip) for one in _operations(instruction))
-
-
-def _operations(instruction: Instruction) -> Iterator[Instruction]:
-    """The operations of an instruction, without those of the computations that it calls for each element."""
-    yield from (one for one in (instruction, *instruction.inside) if one.opcode != "fusion")
+    return sum(_work_s(one, chip) for one in (instruction, *instruction.inside))
 
 
 def _work_s(one: Instruction, chip: Chip) -> float:
-    """The time of one operation of a fusion, beside its bytes."""
+    """The time of one operation, beside its bytes; 0 for a fusion itself."""
     rates, opcode = chip.element_rates, one.opcode
     if not rates or one.flops or not one.shape.arrays:
         return 0.0

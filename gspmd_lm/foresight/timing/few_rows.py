@@ -17,7 +17,7 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.sharding.op_names import OF_TRAINING
 
 FEW = 128  # fewer rows than a matrix unit is wide
-LONGER = 2  # times the time of its bytes, from which on what a product computes decides
+LONGER = 2  # A product whose FLOPs take so many times as long as its bytes is none of these.
 REGISTER = 1024  # numbers
 # Cycles of a core that widen 1,024 numbers of 8 bits and multiply them with 8 rows, and with each row more.
 WIDENING: dict[str, tuple[float, float]] = {name: (3.5, 0.012) for name in ("v2", "v3", "v4")}  # v2, v3: inferred

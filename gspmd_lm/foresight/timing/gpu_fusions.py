@@ -11,16 +11,23 @@ from gspmd_lm.units import bits
 
 ARITHMETIC = {
     "abs",
+    "acos",
+    "acosh",
     "add",
     "and",
+    "asin",
+    "asinh",
     "atan2",
+    "atanh",
     "cbrt",
     "ceil",
     "clamp",
     "compare",
     "complex",
     "convert",
+    "cosh",
     "cosine",
+    "count-leading-zeros",
     "divide",
     "erf",
     "exponential",
@@ -52,6 +59,7 @@ ARITHMETIC = {
     "shift-right-logical",
     "sign",
     "sine",
+    "sinh",
     "sqrt",
     "stochastic-convert",
     "subtract",
@@ -92,7 +100,7 @@ def seconds(instruction: Instruction, chip: Chip, moved_s: float) -> float:
 def _operations(fusion: Instruction) -> int:
     """Those of a fusion's arithmetic. Of what it slices, it computes no more than what it sums or gives."""
     summed = (one.operands[0] for one in fusion.inside if one.opcode == "reduce")
-    most = max(array.elements for one in (fusion, *summed) for array in one.shape.arrays)
+    most = max((array.elements for one in (fusion, *summed) for array in one.shape.arrays), default=0)
     return sum(
         min(most, one.shape.arrays[0].elements) * (ERF_OPERATIONS if one.opcode == "erf" else 1)
         for one in fusion.inside

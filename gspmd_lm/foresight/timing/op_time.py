@@ -177,7 +177,7 @@ def _kernel_time(call: Instruction, chip: Chip) -> OpTime | None:
     if seconds := attention.kernel_s(call, chip):
         return OpTime(seconds + attention.summed_bytes(call) / hbm_bytes_per_s(chip), "attention")
     if call.custom_call_target in _MOVING_KERNELS or call.op_name.rpartition("/")[2] in _MOVING_KERNELS:
-        return NO_TIME  # its bytes are counted by `_moving`
+        return NO_TIME  # its bytes are counted by `_memory_time`
     if (work := kernel_work(call)) is None:
         return None
     flop_count, moved_bytes = work

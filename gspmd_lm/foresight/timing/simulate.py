@@ -15,7 +15,7 @@ from gspmd_lm.sharding.op_names import SAMPLING
 
 MAX_ITERATIONS = 8  # of a loop that are simulated, unless two of them take equally long before
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
-NETWORK = "network"  # the links of collectives that do not run over a torus
+NETWORK = "network"  # the links of collectives of GPUs and CPUs
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,12 +105,11 @@ class Simulation:
         if opcode == "conditional":
             return self._conditional(instruction, operands)
         if opcode in ("send", "recv"):
-            return self._between_slices(instruction)
+            return self._send_or_receive(instruction)
         if instruction.phase == "-start":
             return self._start(instruction)
         if instruction.phase == "-done":
-            if opcode != "send-done":
-                self._wait(operands[0])
+            self._wait(operands[0])
             return None
         self._synchronous(instruction)
         return None
@@ -153,7 +152,8 @@ class Simulation:
         """The seconds of compute that starts now: on a GPU, the kernels of collectives take some cores away from it."""
         if self.chip.gpu is None:
             return seconds
-        left = 1 - NCCL_CORES / self.chip.gpu.core_count
+        cores = self.chip.gpu.core_count
+        left = 1 - min(NCCL_CORES, cores // 2) / cores  # of a GPU with few cores, they take half
         slowed_s = min(seconds / left, max(0.0, self._free_at_s.get(NETWORK, 0.0) - self.clock_s))
         return seconds + slowed_s * (1 - left)
 
@@ -176,8 +176,10 @@ class Simulation:
         axes, link = self.network.axes(op.groups), self.network.link(op.groups)
         if not axes:
             return None
-        # On a torus different mesh axes have different links. In any other network they share one link.
-        links = [f"{link} {axis}" for axis in axes] if link == "ici" else [NETWORK]
+        # On a torus different mesh axes have different links. Others are between the two devices of a chip, and between
+        # the hosts of slices. In any other network all collectives share one link.
+        links = [link] if link in ("die", "dcn") else [NETWORK]
+        links = [f"{link} {axis}" for axis in axes] if link == "ici" else links
         seconds = self.network.time_s(op.kind, op.size_bytes, op.groups)
         self.link_s[link] += seconds
         lane = self.network.track(op.groups)
@@ -202,13 +204,15 @@ class Simulation:
             return None
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 
-    def _between_slices(self, instruction: Instruction) -> Event | None:
-        """The transfer of a collective between slices: a send begins it, and the matching receive waits for it."""
+    def _send_or_receive(self, instruction: Instruction) -> InFlight:
+        """The transfer that a send begins. Between slices, the matching receive waits for it."""
         meeting = rendezvous(instruction)
         if instruction.opcode == "recv":
             return self._in_flight.pop(meeting, None)
         for op in instruction.collectives:
             transfer = self._start_collective(op)
+            if self.chip.gpu:  # the end of the send is waited for
+                return transfer
             if transfer:
                 self._in_flight[meeting] = transfer
         return None

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from gspmd_lm.units import bits
 
 PLATFORMS = ("cpu", "gpu", "tpu")
-_GIB = 2**30
 KERNEL_MEMORY_BYTES = 16 * 2**20  # libtpu: of most TPUs
 
 
@@ -77,7 +76,10 @@ class Bandwidth(NamedTuple):
 
 
 class CollectiveTime(NamedTuple):
-    """The time of a collective in groups of so many devices, which so many processes hold."""
+    """The time of a collective in groups of so many devices, which so many processes hold.
+
+    Of TPUs and GPUs that are known, it is so many slices, or hosts that NVLink does not join: `network.Route.outer`.
+    """
 
     kind: str  # all-reduce
     devices: int
@@ -141,7 +143,7 @@ class Chip:
     splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict, hash=False)
 
     def matmul_flops_per_s(self, dtype: str) -> float:
-        """The peak of matmuls whose operands have a dtype, as programs write it: bf16, f8e4m3fn, s4.
+        """The peak of matmuls whose operands have a dtype, as programs or jax write it: bf16, f8e4m3fn, s4, int4.
 
         A dtype that a chip does not multiply is widened: int4 to int8, and 8 bits to bf16. GPUs multiply float32 as
         TF32 by default, half as fast as bf16.
@@ -151,7 +153,7 @@ class Chip:
             return self.peak_f32_flops_per_s
         if width > 16:
             return self.peak_bf16_flops_per_s * 16 / width
-        if dtype == "f16" and self.peak_f16_flops_per_s:
+        if dtype in ("f16", "float16") and self.peak_f16_flops_per_s:
             return self.peak_f16_flops_per_s
         narrow = self.peak_fp8_flops_per_s if dtype.startswith("f") else self.peak_int8_ops_per_s
         return narrow if 0 < width <= 8 and narrow else self.peak_bf16_flops_per_s

@@ -1,6 +1,7 @@
 """A chip from its YAML file: each figure is read in its unit, stands beside its source, and is checked."""
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -42,7 +43,8 @@ _NEEDED = {
     "gpu": ("clock_hz", "gpu"),
     "cpu": (),
 }
-_MAY_BE_ZERO = ("peak_", "torus_", "die_", "nvlink_", "peer_")  # the beginnings of such names
+# The beginnings of such names. Without a peak for bfloat16 there are no times.
+_MAY_BE_ZERO = ("peak_f", "peak_int8", "torus_", "die_", "nvlink_")
 
 
 class _Problem(Exception):
@@ -71,7 +73,7 @@ def _read_raw(path: Path, place: str) -> dict[str, Any]:
 
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # such as a path that cannot be one, and bytes that are no text
         raise InputError(f"{place}: cannot be read: {error}\n  fix   give a YAML file that describes a chip") from error
     raw = core_yaml.parse(text, place)
     if not isinstance(raw, dict):
@@ -86,7 +88,7 @@ def _read_raw(path: Path, place: str) -> dict[str, Any]:
     inherited = _read_raw(CHIPS.file(like), like)
     if "hbm_bytes" in raw:
         inherited.pop("usable_hbm_bytes", None)
-    sections = {name: inherited[name] | raw[name] for name in ("gpu",) if isinstance(raw.get(name), dict)}
+    sections = {name: inherited.get(name, {}) | raw[name] for name in ("gpu",) if isinstance(raw.get(name), dict)}
     return {"compiler_name": inherited["name"]} | inherited | raw | sections
 
 
@@ -156,17 +158,20 @@ def _read_number(name: str, value: Any, whole: bool) -> int | float:
     """A number in the unit that the field's name ends with."""
     ending = next((ending for ending in _UNITS if name.endswith(ending)), None)
     units = _UNITS[ending] if ending else {"": Fraction(1)}
-    text = re.fullmatch(r"([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(\S*)", str(value))
+    text = re.fullmatch(r"([0-9.]+(?:[eE][-+]?[0-9]{1,2})?)\s*(\S*)", str(value))
     if isinstance(value, bool) or not text or text[2] not in units:
         wanted = f"a number of {either([*units][:6])}" if ending else "a number"
         raise _Problem(f"{value!r} is not {wanted}\n  fix   {name}: {_example(name, int if whole else float)}")
     try:
         number = Fraction(text[1]) * units[text[2]]
-    except ValueError:
+        found = int(number) if whole else float(number)
+    except (ValueError, OverflowError):
         raise _Problem(f"{value!r} is not a number\n  fix   {name}: {_example(name, float)}") from None
+    if whole and not ending and number.denominator > 1:
+        raise _Problem(f"{value!r} is not a whole number\n  fix   {name}: {_example(name, int)}")
     if number <= 0 and not name.startswith(_MAY_BE_ZERO):
         raise _Problem(f"{value!r} must be more than 0\n  fix   {name}: {_example(name, float)}")
-    return int(number) if whole else float(number)
+    return found
 
 
 def _read_splash(value: Any) -> Mapping[int, tuple[Cycles, Cycles]]:
@@ -185,17 +190,22 @@ def _read_splash(value: Any) -> Mapping[int, tuple[Cycles, Cycles]]:
 def _read_rows(kind: Any, value: Any) -> tuple[Any, ...]:
     """Rows of a table that was measured. Their numbers are in the units of the columns' names."""
     columns, hints = kind._fields, typing.get_type_hints(kind)
+
+    def fits(one: Any, hint: Any) -> bool:
+        return isinstance(one, str) if hint is str else isinstance(one, int | float) and 0 < one < math.inf
+
     for row in value if isinstance(value, list) else [value]:
         right = isinstance(row, list) and len(row) == len(columns)
-        numbers = [one for one, name in zip(row, columns, strict=True) if hints[name] is not str] if right else []
-        if not right or not all(isinstance(one, int | float) and one > 0 for one in numbers):
+        if not right or not all(fits(one, hints[name]) for one, name in zip(row, columns, strict=True)):
             raise _Problem(f"{row!r} is not a row of {', '.join(columns)}\n  fix   calibrate writes such rows")
     return tuple(kind(*row) for row in value)
 
 
 def _read_rates(value: Any) -> Mapping[str, float]:
     """Operation -> elements/s."""
-    if not isinstance(value, dict) or not all(isinstance(one, int | float) and one > 0 for one in value.values()):
+    if not isinstance(value, dict) or not all(
+        isinstance(one, int | float) and 0 < one < math.inf for one in value.values()
+    ):
         raise _Problem("not operations and the elements that each computes in a second\n  fix   {add: 1.0e9, ...}")
     return {name: float(rate) for name, rate in value.items()}
 
@@ -225,3 +235,8 @@ def _check_facts(found: dict[str, Any]) -> Iterator[str]:
         yield "usable_hbm_bytes is more than hbm_bytes\n  fix   state less"
     if platform == "tpu" and found.get("torus_dimensions") not in (2, 3):
         yield "torus_dimensions: a slice of TPUs has 2 or 3\n  fix   torus_dimensions: [2, data sheet]"
+    if platform == "tpu" and found.get("devices_per_chip", 1) > 1 and not found.get("die_link_bytes_per_s"):
+        yield (
+            "die_link_bytes_per_s is missing, which joins the devices of a chip\n"
+            f"  fix   die_link_bytes_per_s: {_example('die_link_bytes_per_s', float)}"
+        )
