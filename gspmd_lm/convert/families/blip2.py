@@ -73,7 +73,6 @@ def _bert_attention(name: str, ours: str, **of_keys: Any) -> tuple[Tensor, ...]:
 
 
 _SEEN, _QFORMER = "vision_model.encoder.layers.{}.self_attn", "qformer.encoder.layer.{}"
-_SEEN, _QFORMER = "vision_model.encoder.layers.{}.self_attn", "qformer.encoder.layer.{}"
 _OWN = {f"vision.attention.w{name}": f"vision.attention.b{name}" for name in "qkv"}
 _READING = (
     Tensor(f"{IMAGE}.class_embedding", "1 1 D", ("vision.class_row",)),

@@ -6,7 +6,7 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.bert import Classes
-from gspmd_lm.convert.families.vit import ImagePatches
+from gspmd_lm.convert.families.vit import ImagePatches, mlp_ratio
 from gspmd_lm.convert.family import GELU, ONE_WIDTH, PLAIN_LAYERNORM, Family
 from gspmd_lm.convert.fields import MOST_LAYERS, Fixed, Flag, Given, Renamed, Values
 from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, separate_qkv
@@ -21,14 +21,11 @@ class Dinov2Sizes:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         reader.flag(["use_mask_token"], True)
-        mlp = reader.number(["mlp_ratio"], 4) * values["embed"]
-        if mlp != int(mlp):
-            reader.refuse("mlp_ratio", mlp / values["embed"], f"times hidden_size: {values['embed']} is not whole")
-        values["mlp"] = int(mlp)
+        values["mlp"] = int(reader.number(["mlp_ratio"], 4) * values["embed"])
         values["patches"]["pool"] = "both"
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        ratio = model.mlp / model.embed
+        ratio = mlp_ratio(model)
         return {"mlp_ratio": int(ratio) if ratio == int(ratio) else ratio, "use_mask_token": False}
 
 

@@ -8,7 +8,7 @@ from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.beit import IMAGE_UNUSED, OTHER_USES
 from gspmd_lm.convert.families.bert import Classes
-from gspmd_lm.convert.families.vit import ImagePatches
+from gspmd_lm.convert.families.vit import ImagePatches, mlp_ratio
 from gspmd_lm.convert.family import GELU, PLAIN_LAYERNORM, Family
 from gspmd_lm.convert.fields import MOST_LAYERS, Fixed, Flag, Given, Values
 from gspmd_lm.convert.images import ROWS_DIVIDE_BY
@@ -60,7 +60,7 @@ class SwinLevels:
         levels = config.levels(model)
         return {
             "embed_dim": model.embed, "window_size": model.windows.size, "depths": [level.layers for level in levels],
-            "num_heads": [level.heads for level in levels], "mlp_ratio": model.mlp / model.embed,
+            "num_heads": [level.heads for level in levels], "mlp_ratio": mlp_ratio(model),
         }  # fmt: skip
 
 

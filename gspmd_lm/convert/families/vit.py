@@ -1,6 +1,7 @@
 """ViT and DeiT, and the fields that all families of images share."""
 
 import dataclasses
+import math
 from typing import Any
 
 from gspmd_lm import config
@@ -47,6 +48,12 @@ class ImagePatches:
             return {}
         fields = {"image_size": patches.image, "patch_size": patches.size, "num_channels": patches.channels}
         return {f"{self.part}{name}": value for name, value in fields.items()}
+
+
+def mlp_ratio(model: config.ModelConfig) -> float:
+    """The field mlp_ratio, of which transformers takes the whole part of its product with the width."""
+    ratio = model.mlp / model.embed
+    return ratio if int(ratio * model.embed) == model.mlp else math.nextafter(ratio, math.inf)
 
 
 IMAGE_SIZES = (
