@@ -135,12 +135,12 @@ def _write_file(
 
 
 def _bytes(tensor: Tensor, held: Held, model: config.ModelConfig, dtype: Any) -> np.ndarray:
-    """The bytes of a tensor, in its dtype. Raises InputError for numbers that float16 does not hold, or none."""
+    """The bytes of a tensor, in its dtype. Raises InputError if float16 cannot hold one of its numbers."""
     view = np.empty(tensor.view(model), dtype)
     for location, array, entry in held:
         rows = tensor.rows(location.weight, location.letters, model)
         for index, piece in _pieces(array, entry):
-            with np.errstate(over="ignore"):  # it is told below
+            with np.errstate(over="ignore"):  # the check below reports it
                 rows.write_into(view, np.asarray(piece), index)
     if dtype == np.float16 and not np.isfinite(view).all():
         weights = ", ".join(dict.fromkeys(location.path for location, *_ in held))
