@@ -35,7 +35,7 @@ def read_preprocessing(folder: Path) -> dict[str, Any]:
         if longest and raw.get("do_pad") and raw.get("pad_size") == {"height": longest, "width": longest}:
             found["pad"] = True
         else:
-            found |= _read_size(raw["size"], str(kind).startswith("CLIP"), wrong)
+            found |= _read_size(raw["size"], str(kind).startswith(("CLIP", "Bit")), wrong)
     resample = raw.get("resample", 2)
     if isinstance(resample, int) and resample in _RESAMPLE:
         found["resample"] = _RESAMPLE[resample]

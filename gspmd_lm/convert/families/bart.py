@@ -94,7 +94,7 @@ def _norms(before: bool) -> tuple[FieldCodec, ...]:
     )
 
 
-_UNREAD = ("num_hidden_layers", "force_bos_token_to_be_generated", "gradient_checkpointing", "extra_pos_embeddings")
+_UNREAD = ("num_hidden_layers", "force_bos_token_to_be_generated", "extra_pos_embeddings")
 BART = Family(
     "BART",
     "bart",

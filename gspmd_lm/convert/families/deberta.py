@@ -105,13 +105,13 @@ _CLASSES = (
 )
 
 
+_HAS_TYPES: dict[str, Any] = {"exists_in": lambda model: model.embedding.token_types > 0}
 _TABLES = (
     Tensor("deberta.embeddings.word_embeddings.weight", "V D", ("embedding",)),
-    Tensor("deberta.embeddings.token_type_embeddings.weight", "t D", ("type_embedding",),
-           exists_in=lambda model: model.embedding.token_types > 0),
+    Tensor("deberta.embeddings.token_type_embeddings.weight", "t D", ("type_embedding",), **_HAS_TYPES),
     *norm("deberta.embeddings.LayerNorm", "embedding_norm", bias=True),
     Tensor("deberta.encoder.rel_embeddings.weight", "r D", ("relative_embedding",)),
-)  # fmt: skip
+)
 _CONV, _CONV_BIAS = "deberta.encoder.conv", ("convolution_bias",)
 _HAS_CONV: dict[str, Any] = {"exists_in": lambda model: model.convolution is not None}
 _LATER_TENSORS = (

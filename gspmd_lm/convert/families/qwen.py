@@ -213,6 +213,6 @@ FAMILIES = (
         _QWEN_3_NEXT,
         llama_tensors(more=_NEXT),
         no_weights=(*ROTATED, r"^mtp\."),  # layers that predict later tokens
-        irrelevant=(*ROUTER_TRAINING, "use_sliding_window"),
+        irrelevant=ROUTER_TRAINING,
     ),
 )

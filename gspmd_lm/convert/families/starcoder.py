@@ -24,7 +24,7 @@ _TENSORS = gpt2_tensors(
 )
 _UNREAD = (
     "n_ctx", *HEAD_SUMMARY, "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "num_key_value_heads",
-    "inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache",
+    "inference_runner", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache",
     "validate_runner_input",
 )  # fmt: skip
 FAMILIES = (
