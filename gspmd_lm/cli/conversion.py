@@ -17,7 +17,7 @@ from gspmd_lm.config import core_yaml, paths
 from gspmd_lm.convert import architecture, export, images, pretrained, sidecars
 from gspmd_lm.convert.families import whisper
 from gspmd_lm.convert.families.bert import SEVERAL
-from gspmd_lm.convert.strict_json import parse_object
+from gspmd_lm.convert.strict_json import parse_object, read_object
 from gspmd_lm.data import chat, special_tokens, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
@@ -143,7 +143,7 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
             "pipelines of transformers take one class of a text"
         )
     if original and (original / IGNORED).is_file():
-        fields = parse_object(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG)
+        fields = read_object(original / IGNORED).get(architecture.CONFIG)
         named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"
         begun.say(f"ignored on import, and kept in {architecture.CONFIG}: {named}")
     base = config.train.init_from

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config
-from gspmd_lm.config import paths
 from gspmd_lm.convert import multimodal
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, bart, whisper
 from gspmd_lm.convert.family import Family
 from gspmd_lm.convert.fields import Values
 from gspmd_lm.convert.images import padded_rows, read_preprocessing
-from gspmd_lm.convert.strict_json import parse_object, show_value
+from gspmd_lm.convert.strict_json import read_object, show_value
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.units import plural
 
@@ -27,8 +26,7 @@ LONGEST_ROW = 2048  # data.seq of a model whose context is longer
 OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "logits.z_loss", "init_std", "compute_dtype", "weight_dtype",
     "attention.scores_dtype", "matmul_dtype", "matmul_precision", "experts.balance", "experts.balance_weight",
-    "experts.balance_rate",
-    "experts.z_loss", "row_multiple", "frozen",
+    "experts.balance_rate", "experts.z_loss", "row_multiple", "frozen",
 )  # fmt: skip
 _OTHER_HEADS = re.compile(r"classifier|summary")  # of models that do not predict tokens
 # Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.
@@ -47,9 +45,7 @@ def new_config(path: Path, overrides: Sequence[str] = ()) -> config.Config:
     """
     folder = path if path.is_dir() else path.parent
     place = str(folder / CONFIG if path.is_dir() else path)
-    raw = multimodal.text_config(
-        read_config_json(folder) if path.is_dir() else parse_object(paths.read_text(path), path), place
-    )
+    raw = multimodal.text_config(read_config_json(folder) if path.is_dir() else read_object(path), place)
     raw = {name: value for name, value in raw.items() if name != "quantization_config"}  # it is about the weights
     row = family_of(raw, place, asked_objective(overrides, place))
     values = model_settings(row, raw, place, fix="take {} out of a copy of the file")
@@ -89,7 +85,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """The fields of a folder's config.json. Raises InputError if there is none, or it is not a JSON object."""
     path = folder / CONFIG
     if not path.is_file() and (adapter := folder / ADAPTER_CONFIG).is_file():
-        base = parse_object(paths.read_text(adapter), adapter).get("base_model_name_or_path") or "its base model"
+        base = read_object(adapter).get("base_model_name_or_path") or "its base model"
         merged = f"PeftModel.from_pretrained(base, '{folder}').merge_and_unload()"
         raise InputError(
             f"{folder}: an adapter of PEFT, not a whole model\n"
@@ -99,7 +95,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         what = "no such folder" if not folder.is_dir() else f"no {CONFIG}"
         raise InputError(f"{folder}: {what}\n  fix   give a folder that transformers' save_pretrained wrote")
-    return parse_object(paths.read_text(path), path)
+    return read_object(path)
 
 
 def family_of(raw: Mapping[str, Any], place: str, objective: str = "") -> Family:

@@ -19,6 +19,7 @@ from gspmd_lm.errors import InputError
 CONFIG = "quantization_config"
 _FIX = "load the model with transformers, dequantise and save it"
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a packed tensor, in the place of `weight`
+_GPTQ_LAYOUT = "checkpoint_format", "gptq"  # the older name of the field `format`, and what it is by default
 _WORD_BITS = 32
 # The order in which AWQ packs eight columns into a word.
 _AWQ_COLUMNS = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
@@ -81,29 +82,37 @@ def _bits(about: Mapping[str, Any]) -> Any:
     return about.get("bits", about.get("w_bit"))
 
 
+def _layout(about: Mapping[str, Any], older: str, usual: str) -> tuple[str, str]:
+    """The field that names the layout of packed tensors, and the layout. older: the name of `format` in older files."""
+    name = older if about.get(older) is not None else "format"
+    return name, str(about.get(name) or usual).lower()
+
+
 def _problem(about: Mapping[str, Any]) -> str:
     """Why weights that were quantised so cannot be read; '' if they can."""
     method = about.get("quant_method")
     if method == "awq":
-        version = str(about.get("version", "gemm")).lower()
-        if version != "gemm":
-            return f"version: {show_value(version)} of AWQ is not supported, only gemm"
+        name, layout = _layout(about, "version", "gemm")
+        if layout != "gemm":
+            return f"{name}: {show_value(layout)} of AWQ is not supported, only gemm"
         if _bits(about) != 4:
             return f"bits: {show_value(_bits(about))} of AWQ are not supported, only 4"
         return "" if about.get("zero_point", True) is True else "zero_point: AWQ without zero points is not supported"
     if method == "gptq":
         if _bits(about) not in (4, 8):
             return f"bits: {show_value(_bits(about))} of GPTQ are not supported, only 4 and 8"
-        if about.get("checkpoint_format") not in (None, "gptq", "gptq_v2"):
-            return (
-                f"checkpoint_format: {show_value(about['checkpoint_format'])} is not supported, only gptq and gptq_v2"
-            )
+        name, layout = _layout(about, *_GPTQ_LAYOUT)
+        if layout not in ("gptq", "gptq_v2"):
+            return f"{name}: {show_value(layout)} is not supported, only gptq and gptq_v2"
         return "dynamic: settings for each module are not supported" if about.get("dynamic") else ""
     if method == "fp8":
         return (
             "" if about.get("fmt", "e4m3") in ("e4m3", "e5m2") else f"fmt: {show_value(about['fmt'])} is not supported"
         )
     if method == "compressed-tensors":
+        rotations = about.get("transform_config") or {}
+        if not isinstance(rotations, dict) or any(rotations.values()):
+            return "transform_config: rotations of what layers read and write are not supported"
         return _problem_of_groups(about.get("config_groups"))
     return f"quant_method: {show_value(method)} is not supported; supported are awq, gptq, fp8 and compressed-tensors"
 
@@ -175,7 +184,7 @@ def _awq(module: str, parts: Mapping[str, Any], about: Mapping[str, Any], place:
     """AWQ's gemm format: qweight [inputs, outputs / 8], qzeros [groups, outputs / 8] and scales [groups, outputs]."""
     packed, zeros, scales = (parts[name] for name in _PARTS[:3])
     groups, outputs = _two(scales.shape)
-    inputs = packed.shape[0]
+    inputs, _ = _two(packed.shape)
     fits = packed.shape == (inputs, outputs // 8) and zeros.shape == (groups, outputs // 8) and outputs % 8 == 0
     _check(module, place, fits and groups and inputs % groups == 0, parts)
 
@@ -199,9 +208,9 @@ def _gptq(module: str, parts: Mapping[str, Any], about: Mapping[str, Any], place
     bits, (packed, zeros, scales, order) = _bits(about), (parts[name] for name in _PARTS)
     groups, outputs = _two(scales.shape)
     count = _WORD_BITS // bits
-    inputs, added = packed.shape[0] * count, int(about.get("checkpoint_format") != "gptq_v2")
+    inputs, added = _two(packed.shape)[0] * count, int(_layout(about, *_GPTQ_LAYOUT)[1] != "gptq_v2")
     fits = packed.shape[1:] == (outputs,) and zeros.shape == (groups, outputs // count) and outputs % count == 0
-    fits = fits and (order.shape == (inputs,) if order else groups and inputs % groups == 0)
+    fits = fits and inputs > 0 and (order.shape == (inputs,) if order else groups and inputs % groups == 0)
     _check(module, place, fits, parts)
     group = np.asarray(_whole(order), np.int64) if order else np.arange(inputs) // (inputs // groups)
     _check(module, place, group.max() < groups, parts)

@@ -61,7 +61,7 @@ def write_folder(
     kind = safetensors.WEIGHT_DTYPES[fields["torch_dtype"]]
     shapes = {name: tensor.shape(model) for name, (tensor, _) in tensors.items()}
     if ends and row.parts:  # of the part that reads texts, where one token ends each
-        fields[row.parts[0]] = fields[row.parts[0]] | {"eos_token_id": ends[0]}
+        fields = row.nest(row.flatten(fields) | {f"{row.parts[0]}.eos_token_id": ends[0]})
     elif ends:
         fields["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
     kinds = {name: "F32" if tensor.float32 else kind for name, (tensor, _) in tensors.items()}
@@ -135,12 +135,12 @@ def _write_file(
 
 
 def _bytes(tensor: Tensor, held: Held, model: config.ModelConfig, dtype: Any) -> np.ndarray:
-    """The bytes of a tensor, in its dtype. Raises InputError for numbers that float16 does not hold, or none."""
+    """The bytes of a tensor, in its dtype. Raises InputError if float16 cannot hold one of its numbers."""
     view = np.empty(tensor.view(model), dtype)
     for location, array, entry in held:
         rows = tensor.rows(location.weight, location.letters, model)
         for index, piece in _pieces(array, entry):
-            with np.errstate(over="ignore"):  # it is told below
+            with np.errstate(over="ignore"):  # the check below reports it
                 rows.write_into(view, np.asarray(piece), index)
     if dtype == np.float16 and not np.isfinite(view).all():
         weights = ", ".join(dict.fromkeys(location.path for location, *_ in held))
@@ -308,7 +308,7 @@ def _description(
     fused = {names[tensor]: len(group) for tensor, group in members.items() if len(group) > 1}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": _task_type(model),
         "base_model_name_or_path": base or None,
         "r": rank,
         "lora_alpha": alpha,
@@ -320,6 +320,13 @@ def _description(
         "bias": "none",
         "inference_mode": True,
     }
+
+
+def _task_type(model: config.ModelConfig) -> str | None:
+    """PEFT's class for a model. null is the one that passes any inputs on, such as those of a Whisper or a BERT."""
+    if model.encoder and not model.frames:
+        return "SEQ_2_SEQ_LM"
+    return "CAUSAL_LM" if config.objective_of(model) == "causal" else None
 
 
 def _inputs_first(member: Member, model: config.ModelConfig) -> bool:

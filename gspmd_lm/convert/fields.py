@@ -241,7 +241,7 @@ def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
     """The shortest pattern that gives these kinds of layers; () if all layers are of the usual kind."""
     sizes = range(1, len(kinds) + 1)
     size = next(size for size in sizes if all(kind == kinds[i % size] for i, kind in enumerate(kinds)))
-    return tuple(kinds[:size]) if size > 1 or kinds[0] == "nope" else ()
+    return tuple(kinds[:size]) if size > 1 or kinds[0] in ("nope", "whole") else ()
 
 
 def number_of_layers(values: Values) -> int:

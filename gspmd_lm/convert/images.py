@@ -1,13 +1,12 @@
 """How images are prepared: preprocessor_config.json of a folder, read and written."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config
-from gspmd_lm.config import paths
 from gspmd_lm.config.masks import PARTS
-from gspmd_lm.convert.strict_json import parse_object, show_value
+from gspmd_lm.convert.sidecars import as_json
+from gspmd_lm.convert.strict_json import read_object, show_value
 from gspmd_lm.errors import InputError
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -28,7 +27,7 @@ def read_preprocessing(folder: Path) -> dict[str, Any]:
     path = folder / PREPROCESSOR
     if not path.is_file():
         return {}
-    raw, wrong = parse_object(paths.read_text(path), path), []
+    raw, wrong = read_object(path), []
     found: dict[str, Any] = {}
     if raw.get("do_resize", True) and "size" in raw:
         kind = raw.get("image_processor_type", raw.get("feature_extractor_type"))
@@ -36,7 +35,7 @@ def read_preprocessing(folder: Path) -> dict[str, Any]:
         if longest and raw.get("do_pad") and raw.get("pad_size") == {"height": longest, "width": longest}:
             found["pad"] = True
         else:
-            found |= _read_size(raw["size"], str(kind).startswith("CLIP"), wrong)
+            found |= _read_size(raw["size"], str(kind).startswith(("CLIP", "Bit")), wrong)
     resample = raw.get("resample", 2)
     if isinstance(resample, int) and resample in _RESAMPLE:
         found["resample"] = _RESAMPLE[resample]
@@ -96,4 +95,4 @@ def write_preprocessing(patches: config.Patches, prepared: config.Images) -> dic
                    "mask_pad_size": {"height": fine, "width": fine}}  # fmt: skip
     if cut:
         fields |= {"do_center_crop": True, "crop_size": {"height": patches.image, "width": patches.image}}
-    return {PREPROCESSOR: (json.dumps(fields, indent=2) + "\n").encode()}
+    return {PREPROCESSOR: as_json(fields)}

@@ -278,6 +278,14 @@ def norm(name: str, ours: str, bias: bool = False, axis: str = "D", **options) -
     return (scale, Tensor(f"{name}.bias", axis, (f"{ours}.bias",), **options)) if bias else (scale,)
 
 
+def plain_mlp(prefix: str, up: str, down: str, ours: str = "") -> tuple[Tensor, ...]:
+    """The two linear layers of a feed-forward network without a gate. ours: what stands before the names of weights."""
+    return (
+        *linear(f"{prefix}.{up}", "F D", f"{ours}mlp.w_up"),
+        *linear(f"{prefix}.{down}", "D F", f"{ours}mlp.w_down"),
+    )
+
+
 def separate_qkv(
     prefix: str, names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"), ours: str = "attention", **options
 ) -> tuple[Tensor, ...]:

@@ -339,18 +339,15 @@ def _check_leaves(
         },
     }
     lines = [f"  {kind:13}{line}" for kind, remarks in wrong.items() for line in _by_layer(remarks)]
-    if not lines and copies:
-        embedding = next(location.tensor.name for location in leaves if location.path == "embedding")
-        lines = [
-            f"  unexpected   {name}: not equal to {embedding}; set tie_word_embeddings to false in config.json"
-            for name in copies
-            if not _alike(stored[name], files[embedding])
-        ]
     if not lines:
+        embedding = next((location.tensor.name for location in leaves if location.path == "embedding"), "")
+        untie = f"{embedding}; set tie_word_embeddings to false in config.json"
+        equal = [(copy, embedding, untie) for copy in copies]
+        equal += [(copy, name, name) for copy, name in row.twice.items() if copy in stored and name in files]
         lines = [
-            f"  unexpected   {copy}: not equal to {name}"
-            for copy, name in row.twice.items()
-            if copy in stored and name in files and not _alike(stored[copy], files[name])
+            f"  unexpected   {copy}: not equal to {said}"
+            for copy, name, said in equal
+            if not _alike(stored[copy], files[name])
         ]
     if lines:
         count = plural(len(lines), "kind")

@@ -18,8 +18,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from gspmd_lm.config.paths import read_text
-from gspmd_lm.convert.strict_json import damage_error, parse_object, show_value
+from gspmd_lm.convert.strict_json import damage_error, parse_object, read_object, show_value
 from gspmd_lm.errors import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -76,7 +75,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         return read_header(single)
     if not index.is_file():
         raise _no_weights(folder)
-    places = parse_object(read_text(index), index).get("weight_map")
+    places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise _incomplete(f"{index}: has no weight_map of tensor names to file names")
     outside = sorted({name for name in places.values() if Path(name).name != name})

@@ -15,7 +15,7 @@ from gspmd_lm.errors import InputError
 CARD, FORMER_CARD = "README.md", "README.original.md"
 # Files about the terms of use, which licences ask to be passed on, and the model card.
 _TERMS = ("LICENSE*", "LICENCE*", "USE_POLICY*", "NOTICE*", CARD, FORMER_CARD)
-_LICENCE = re.compile(r"^license\w*:.*$", re.MULTILINE)
+_LICENCE = re.compile(r"^license\w*:.*(?:\n[ -].*)*", re.MULTILINE)  # a field, and lines that go on with its value
 
 
 def find_sidecars(folder: Path, patterns: Sequence[str] = (*special_tokens.FILES, *_TERMS)) -> dict[str, Path]:

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from gspmd_lm.config.paths import read_text
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import has_half_characters, json_value
 
@@ -28,6 +29,11 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise damage_error(path, f"not a JSON object but a {type(value).__name__}")
     return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The fields of a file as by `parse_object`. Raises InputError also if the file cannot be read."""
+    return parse_object(read_text(path), path)
 
 
 def damage_error(path: Path, what: str) -> InputError:

@@ -192,12 +192,9 @@ def test_overrides(load):
     assert found.train.trackers == ()
     assert found.data.source == "text/*.md more/*.md"
     assert found.name == "other"
+    assert load(RIGHT, "train.steps=3", "train.steps=5").train.steps == 5  # the last one wins
     assert load(RIGHT, "data.source=**/*.md").data.source == "**/*.md"
     assert load(RIGHT, "data.source=[a b, c]").data.source == ("a b", "c")
-
-
-def test_the_last_override_wins(load):
-    assert load(RIGHT, "train.steps=3", "train.steps=5").train.steps == 5
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def gptq(name, shape, about):
     group = np.arange(shape[1]) // GROUP
     if about["desc_act"]:
         group = rng_of(name).permutation(group)
-    less = 0 if about.get("checkpoint_format") == "gptq_v2" else 1
+    less = 0 if "gptq_v2" in about.values() else 1
     parts = {"qweight": packed(numbers.T, bits).T, "qzeros": packed(zeros - less, bits), "scales": scales,
              "g_idx": group.astype(np.int32)}  # fmt: skip
     return parts, floats(numbers, zeros, scales, group)
@@ -125,7 +125,7 @@ def folders(tmp_path, case, make, about, change=lambda tensors: None):
     [
         ("llama", awq, AWQ, "AWQ, 4 bits"),
         ("qwen3", gptq, GPTQ, "GPTQ, 4 bits"),
-        ("llama", gptq, GPTQ | {"bits": 8, "desc_act": True}, "GPTQ, 8 bits"),
+        ("llama", gptq, GPTQ | {"bits": 8, "desc_act": True, "format": "gptq_v2"}, "GPTQ, 8 bits"),
         ("llama", gptq, GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, "GPTQ, 4 bits"),
         ("qwen3", float8, FP8 | {"weight_block_size": [16, 24]}, "float8"),
         ("llama", float8, FP8, "float8"),
@@ -154,6 +154,7 @@ def test_weights_are_those_of_the_floats_bit_for_bit(tmp_path, monkeypatch, case
     [
         (AWQ | {"bits": 3}, "bits: 3 of AWQ are not supported, only 4"),
         (AWQ | {"version": "gemv"}, "version: 'gemv' of AWQ is not supported, only gemm"),
+        (AWQ | {"version": None, "format": "gemv"}, "format: 'gemv' of AWQ is not supported, only gemm"),
         (AWQ | {"zero_point": False}, "zero_point: AWQ without zero points is not supported"),
         (GPTQ | {"bits": 3}, "bits: 3 of GPTQ are not supported, only 4 and 8"),
         (GPTQ | {"bits": [4]}, "bits: [4] of GPTQ are not supported"),
@@ -163,6 +164,7 @@ def test_weights_are_those_of_the_floats_bit_for_bit(tmp_path, monkeypatch, case
         (FLOATS | {"config_groups": {"a": {"weights": {"type": "int", "num_bits": 4}}}}, "only weights of type float"),
         (FLOATS | {"config_groups": {"a": {"weights": None}}}, "only weights of type float and"),
         (FLOATS | {"config_groups": [1]}, "only weights of type float and"),
+        (FLOATS | {"transform_config": {"config_groups": {"v": {}}}}, "transform_config: rotations of what"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method: 'bitsandbytes' is not supported; supp"),
         ({"quant_method": ["awq"]}, "quant_method: ['awq'] is not supported"),
         ({"bits": 4}, "quant_method: None is not supported"),
@@ -179,7 +181,7 @@ def test_other_ways_to_quantise_are_refused_with_a_way_out(tmp_path, about, mess
     assert "\n  fix   " in str(error.value)
 
 
-NAME = "model.layers.0.mlp.up_proj"
+NAME, NONE = "model.layers.0.mlp.up_proj", np.zeros((0, 64), np.int32)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +190,14 @@ NAME = "model.layers.0.mlp.up_proj"
         (awq, AWQ, lambda held: held.pop(f"{NAME}.scales"), f"{NAME} has no scales"),
         (awq, AWQ, lambda held: held.update({f"{NAME}.qzeros": np.zeros((2, 7), np.int32)}), f"{NAME}: quantization_"),
         (awq, AWQ, lambda held: held.update({f"{NAME}.scales": np.zeros(8, np.float16)}), "scales F16 [8]"),
+        (awq, AWQ, lambda held: held.update({f"{NAME}.qweight": np.int32(3)}), "qweight I32 []"),
+        (gptq, GPTQ, lambda held: held.update({f"{NAME}.qweight": np.int32(3)}), "qweight I32 []"),
+        (
+            gptq,
+            GPTQ,
+            lambda held: held.update({f"{NAME}.qweight": NONE, f"{NAME}.g_idx": NONE[:, 0]}),
+            "qweight I32 [0",
+        ),
         (gptq, GPTQ | {"bits": 8}, lambda held: held.update({f"{NAME}.g_idx": np.zeros(3, np.int32)}), "g_idx I32 [3]"),
         (gptq, GPTQ, lambda held: held.update({f"{NAME}.g_idx": np.full(32, 9, np.int32)}), "g_idx I32 [32]"),
         (gptq, GPTQ, lambda held: held.update({f"{NAME}.qweight": np.zeros((4, 64), np.float32)}), "qweight F32"),

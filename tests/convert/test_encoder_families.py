@@ -28,7 +28,7 @@ NARROW = {"embedding_size": 24}
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
 CONVOLUTION = {"type_vocab_size": 2, "conv_kernel_size": 3, "conv_act": "gelu"}
 KINDS = {
-    "BertForMaskedLM": {"hidden_act": "gelu_new"}, "BertForSequenceClassification": LABELS,
+    "BertForMaskedLM": {"hidden_act": "gelu_new", "is_causal": False}, "BertForSequenceClassification": LABELS,
     "RobertaForMaskedLM": ROBERTA, "RobertaForSequenceClassification": ROBERTA | LABELS,
     "XLMRobertaForMaskedLM": ROBERTA, "XLMRobertaForSequenceClassification": ROBERTA | LABELS,
     "CamembertForMaskedLM": ROBERTA, "ErnieForSequenceClassification": LABELS,
@@ -163,6 +163,7 @@ def test_a_folder_gets_the_head_that_is_asked_for(tmp_path):
     [
         ("BertForMaskedLM", {"position_embedding_type": "relative_key"}, "has positions within attention"),
         ("BertForMaskedLM", {"is_decoder": True}, "sees only earlier tokens"),
+        ("BertForMaskedLM", {"is_causal": True}, "is_causal: True hides later tokens from earlier ones"),
         ("BertForMaskedLM", {"something_new": 1}, "something_new: 1 is an unknown field"),
         ("BertForSequenceClassification", {"num_labels": 2}, "num_labels: 2 contradicts id2label, which has 3"),
         ("DebertaV2ForMaskedLM", {"pos_att_type": "c2p"}, "pos_att_type: 'c2p' is not supported"),

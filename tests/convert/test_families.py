@@ -138,6 +138,7 @@ def test_there_and_back_is_bit_exact(name, dtype, tmp_path):
     found = ours.read(golden, tmp_path / name, *overrides, dtype=dtype)
     model = found.config.model
     assert model.weight_dtype == ("bfloat16" if dtype == "bfloat16" else "float32")
+    assert model.compute_dtype == ("float32" if dtype == "float32" else "bfloat16")
     params = jax.device_get(ours.on_one_device(found))
     export.write_folder(tmp_path / "out", model, params, found.like)
     before, after = ours.tensors(tmp_path / name), ours.tensors(tmp_path / "out")

@@ -13,9 +13,11 @@ import pytest
 
 import gspmd_lm
 from gspmd_lm import InputError
-from gspmd_lm.config import with_values
+from gspmd_lm.config import ModelConfig, from_values, with_values
 from gspmd_lm.convert import architecture, export, pretrained
+from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import FAMILIES
+from gspmd_lm.convert.families.dinov2 import Dinov2Sizes
 from gspmd_lm.convert.images import padded_rows
 from tests.convert import kinds, ours
 from tests.convert.kinds import CASES, folder, golden
@@ -176,12 +178,24 @@ def test_fields_of_old_files_are_read_and_written_again():
     assert written["text_config"]["bos_token_id"] == 97
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_the_end_of_a_text_is_written_where_no_file_says_it(kept, tmp_path):
+@pytest.mark.parametrize("like", ["new", "old", None])
+def test_the_end_of_a_text_is_written_where_no_file_says_it(like, tmp_path):
     opened = pretrained.open_folder(folder("clip", tmp_path / "in"))
-    params, like = jax.device_get(ours.on_one_device(opened)), opened.like if kept else None
-    export.write_folder(tmp_path / "out", opened.config.model, params, like, ends=() if kept else (kinds.END, 7))
-    assert json.loads((tmp_path / "out/config.json").read_text())["text_config"]["eos_token_id"] == kinds.END
+    old = {name.replace("text_config", "text_config_dict"): value for name, value in opened.like.items()}
+    params, came = jax.device_get(ours.on_one_device(opened)), {"new": opened.like, "old": old}.get(like or "")
+    export.write_folder(tmp_path / "out", opened.config.model, params, came, ends=() if like == "new" else (9, 7))
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["text_config"]["eos_token_id"] == (kinds.END if like == "new" else 9)
+    assert "text_config_dict" not in written  # which would be what counts
+
+
+def test_a_width_that_is_written_as_a_ratio_is_read_again():
+    sizes = dict.fromkeys(("layers", "heads", "kv_heads", "head_dim", "vocab", "context"), 2)
+    model = from_values(ModelConfig, {**sizes, "embed": 56, "mlp": 488})
+    values = {"embed": 56, "patches": {}}
+    assert int(488 / 56 * 56) == 487
+    Dinov2Sizes().read(ConfigReader(Dinov2Sizes().write(model)), values)
+    assert values["mlp"] == 488
 
 
 def find_salt(kind, architecture, sizes, folder):

@@ -9,7 +9,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import cli
-from gspmd_lm.config import Lora, ModelConfig, with_values
+from gspmd_lm.config import Encoder, Frames, Lora, ModelConfig, from_values, with_values
 from gspmd_lm.convert import export
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
@@ -95,6 +95,20 @@ def test_what_is_refused(tmp_path):
         InputError, match=r"experts \(w_up, w_down\) cannot be .* PEFT[^`]*without --adapter, which merges"
     ):
         export.family_and_model(tmp_path / "adapter", mixture)
+
+
+@pytest.mark.parametrize(
+    ("settings", "task"),
+    [
+        ({}, "CAUSAL_LM"),
+        ({"attention.mask": "full"}, None),  # BERT generates nothing, as PEFT's class of decoders asks it to
+        ({"encoder": Encoder()}, "SEQ_2_SEQ_LM"),
+        ({"encoder": Encoder(), "frames": Frames()}, None),
+    ],
+)
+def test_an_adapter_names_a_class_of_peft_that_loads_it(settings, task):
+    sizes = dict.fromkeys(("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"), 2)
+    assert export._task_type(from_values(ModelConfig, sizes | settings)) == task
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,13 @@ def test_what_is_written_about_images_is_read_again(prepared, tmp_path):
     assert found == dataclasses.replace(prepared, **resize)
 
 
-@pytest.mark.parametrize("size", [224, {"shortest_edge": 224}])
-def test_the_shorter_side_of_an_image_gets_the_size(size, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("CLIPFeatureExtractor", 224), ("CLIPFeatureExtractor", {"shortest_edge": 224}), ("BitImageProcessor", 224)],
+)
+def test_the_shorter_side_of_an_image_gets_the_size(kind, size, tmp_path):
     at = folder("clip", tmp_path / "in")
-    prepared = {"feature_extractor_type": "CLIPFeatureExtractor", "size": size, "resample": 3, "image_mean": [0.4] * 3,
+    prepared = {"feature_extractor_type": kind, "size": size, "resample": 3, "image_mean": [0.4] * 3,
                 "crop_size": 224, "do_center_crop": True, "image_std": [0.2] * 3}  # fmt: skip
     (at / "preprocessor_config.json").write_text(json.dumps(prepared))
     opened = pretrained.open_folder(at, [])

@@ -45,15 +45,6 @@ def test_what_is_read(folder):
     assert pretrained.open_folder(path).config.data.tokenizer == str(path / "tokenizer.json")
 
 
-def test_dtypes(folder):
-    def dtypes(dtype):
-        found = pretrained.open_folder(folder("llama", dtype=dtype)).config.model
-        return found.weight_dtype, found.compute_dtype
-
-    assert dtypes("bfloat16") == ("bfloat16", "bfloat16")
-    assert dtypes("float32") == ("float32", "float32")
-
-
 @pytest.mark.parametrize(
     ("other", "wanted"), [("rotary_emb.inv_freq", "bfloat16"), ("input_layernorm.weight", "float32")]
 )

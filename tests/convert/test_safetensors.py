@@ -88,15 +88,10 @@ def test_a_damaged_file(folder, damage, message):
     ("old", "new", "message"),
     [
         ('"shape":[4,6]', '"shape":[4.0,6]', "floating point `4.0`, expected usize"),
-        ('"shape":[4,6]', '"shape":[-4,-6]', "integer `-4`, expected usize"),
-        ('"shape":[4,6]', '"shape":[4,true,6]', "boolean `true`, expected usize"),
-        ('"shape":[4,6]', '"shape":[0,18446744073709551616]', "expected usize"),
-        ("[0,96]", "[0,96,120]", "invalid length 3, expected 2 elements"),
         ('"data_offsets":[0,96]', '"data_offsets":[0,96],"zero_point":3', "the header's entry of a is not valid"),
         ('"shape":[6]', '"shape":[6,9223372036854775808,4]', "overflow computing buffer size"),
         ('"F32","shape":[6]', '"F31","shape":[6]', "unknown variant `F31`"),
         ('"F32","shape":[6]', '"F64","shape":[6]', "invalid shape, data type, or offset for tensor"),
-        ('"F32","shape":[6]', '"I8","shape":[6]', "invalid shape, data type, or offset for tensor"),
         ("[96,120]", "[0,24]", "invalid offset for tensor `a`"),
         ("[96,120]", "[92,116]", "invalid offset for tensor `b`"),
         ("[96,120]", "[96,72]", "invalid offset for tensor `b`"),
@@ -120,12 +115,9 @@ def test_a_damaged_file(folder, damage, message):
         ('"b":{', '"b":{"dtype":"F32","shape":[6],"data_offsets":[96,120]},"b":{', "the key 'b' appears twice"),
         ('"pt"', '"pt","format":"tf"', "the key 'format' appears twice"),
         ('"b":', '"a":', "invalid offset for tensor `a`"),
-        ('"shape":[6]', '"shape":[-0,6]', "expected usize"),
         ('"pt"', "null", "invalid type: null, expected a string"),
         ('{"format":"pt"}', "null", "__metadata__ of the header is not an object"),
-        ('{"format":"pt"}', "[]", "invalid type: sequence, expected a map"),
         ('{"__metadata__"', ' {"__metadata__"', "its header does not begin with {"),
-        ('"pt"', "[" * 200 + "]" * 200, "invalid type: sequence, expected a string"),
     ],
 )
 def test_a_header_that_does_not_fit_its_data(folder, old, new, message):

@@ -217,7 +217,7 @@ def test_the_kept_config_is_read_as_strictly(run, folder, tmp_path):
 def test_terms_and_templates_are_carried_and_a_card_says_what_was_done(run, folder, tmp_path):
     work, back = tmp_path / "w", tmp_path / "back"
     (folder / "additional_chat_templates").mkdir()
-    (folder / "README.md").write_text("---\nlanguage: en\nlicense: other\nlicense_name: llama\n---\n# Before\n")
+    (folder / "README.md").write_text("---\nlicense:\n- mit\n- other\nlicense_name: llama\ntags:\n- x\n---\n# Before\n")
     carried = {
         "LICENSE.txt": "terms", "USE_POLICY.md": "policy", "chat_template.jinja": "{{ messages }}",
         "additional_chat_templates/tools.jinja": "tools",
@@ -235,7 +235,9 @@ def test_terms_and_templates_are_carried_and_a_card_says_what_was_done(run, fold
     assert (back / "README.original.md").read_text() == (folder / "README.md").read_text()
     assert not (back / "notes.txt").exists()
     card = (back / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\nlicense: other\nlicense_name: llama\n---\n\n# in\n")
+    assert card.startswith(
+        "---\nlibrary_name: transformers\nlicense:\n- mit\n- other\nlicense_name: llama\n---\n\n# in\n"
+    )
     assert "A Llama model of 26,784 parameters in float32, written by gspmd_lm." in card
     assert "- The weights began as those of in.\n- They were not trained here" in card
     assert "still hold: `LICENSE.txt`, `USE_POLICY.md`." in card

@@ -7,9 +7,10 @@ import importlib
 import pkgutil
 import re
 
+from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.qwen import DualChunks
 from gspmd_lm.convert.family import Family
-from gspmd_lm.convert.fields import FieldCodec, Fixed, MustAgree
+from gspmd_lm.convert.fields import FieldCodec, MustAgree, Values
 
 # The first row that can express a model is the one that it is written as. So the files of plain families come first,
 # whose models others can express too. The others follow by their names.
@@ -34,8 +35,8 @@ IRRELEVANT = frozenset(
         "torch_dtype", "dtype", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
         "sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id", "forced_bos_token_id",
         "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "prefix", "tokenizer_class",
-        "neftune_noise_alpha", "initializer_range",
-        "init_std", "initializer_factor", "initializer_scale", "use_cache", "cache_implementation",
+        "neftune_noise_alpha", "initializer_range", "init_std", "initializer_factor", "initializer_scale", "use_cache",
+        "cache_implementation",
         "pretraining_tp", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
         "attention_implementation", "_flash_attn_2_enabled", "experts_implementation",
         "_experts_implementation", "gradient_checkpointing", "torchscript", "use_bfloat16",
@@ -71,11 +72,25 @@ REFUSED = {
     "scale_embeddings": "a scaled token table, which this family does not have",
     "n_special": "tokens beyond the vocabulary, which are not supported",
 }
+
+
+class IsCausal(FieldCodec):
+    """is_causal, which transformers reads in every family: it must say what the family's mask is. null means false."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        reader.names_read.add("is_causal")
+        wanted = values.get("attention.mask") != "full"
+        value = reader.raw.get("is_causal", wanted)
+        if (False if value is None else value) != wanted:
+            which = "lets tokens see later ones" if wanted else "hides later tokens from earlier ones"
+            reader.refuse("is_causal", value, f"{which}, which is not supported")
+
+
 _BIASES = ("attention.qkv_bias", "attention.out_bias", "feed_forward.bias")
 # Fields that every family may have: one that transformers always reads, one that it never reads, and those that repeat
 # what a family is.
 EVERY_FAMILY: tuple[FieldCodec, ...] = (
-    Fixed("is_causal", True, "lets tokens see later ones, which is not supported"),
+    IsCausal(),
     DualChunks(),
     MustAgree("num_experts", ("experts.count",)),
     MustAgree("num_local_experts", ("experts.count",)),

@@ -15,7 +15,7 @@ from gspmd_lm.convert.families.bert import (
 )
 from gspmd_lm.convert.family import GELU_NEW, Family
 from gspmd_lm.convert.fields import Activation, Fixed, Given, Renamed
-from gspmd_lm.convert.layout import QUERY_KEY_VALUE, linear, norm, separate_qkv
+from gspmd_lm.convert.layout import QUERY_KEY_VALUE, linear, norm, plain_mlp, separate_qkv
 
 _GROUPS = "has layers with weights of their own beside shared ones, which is not supported"
 _ALBERT = (
@@ -33,8 +33,7 @@ _TENSORS = (
     *separate_qkv(f"{_LAYER}.attention", QUERY_KEY_VALUE),
     *linear(f"{_LAYER}.attention.dense", "D (N H)", "attention.wo"),
     *norm(f"{_LAYER}.attention.LayerNorm", "attention_sum_norm", bias=True),
-    *linear(f"{_LAYER}.ffn", "F D", "mlp.w_up"),
-    *linear(f"{_LAYER}.ffn_output", "D F", "mlp.w_down"),
+    *plain_mlp(_LAYER, "ffn", "ffn_output"),
     *norm(f"{_LAYER}.full_layer_layer_norm", "mlp_sum_norm", bias=True),
 )
 _HEAD = ("predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias")

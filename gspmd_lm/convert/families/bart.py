@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from gspmd_lm.config import paths
 from gspmd_lm.convert.families.t5 import T5_COPIES, EncoderPart
 from gspmd_lm.convert.family import BIASES, GELU_NEW, ONE_WIDTH, PLAIN_LAYERNORM, TIED, Family
 from gspmd_lm.convert.fields import MOST_LAYERS, Activation, FieldCodec, Fixed, Flag, Given, Renamed
-from gspmd_lm.convert.layout import Tensor, linear, norm, separate_qkv
+from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp, separate_qkv
 from gspmd_lm.convert.sidecars import GENERATION
-from gspmd_lm.convert.strict_json import parse_object
+from gspmd_lm.convert.strict_json import read_object
 from gspmd_lm.errors import InputError, is_whole_number
 
 
@@ -18,7 +17,7 @@ def read_first_tokens(folder: Path) -> dict[str, list[int]]:
     {} if there is no such file, or if it forces nothing. Raises InputError for what is no token.
     """
     path = folder / GENERATION
-    forced = parse_object(paths.read_text(path), path).get("forced_bos_token_id") if path.is_file() else None
+    forced = read_object(path).get("forced_bos_token_id") if path.is_file() else None
     if forced is None:
         return {}
     if not is_whole_number(forced, 0):
@@ -40,8 +39,7 @@ def bart_stack(prefix: str, ours: str, norms: str, positions: str = "position_em
         Tensor(f"{prefix}.embed_positions.weight", "p D", (f"{ours}{positions}",)),
         *norm(f"{prefix}.layernorm_embedding", f"{ours}embedding_norm", bias=True),
         *bart_attention(f"{layer}.self_attn", f"{ours}attention", norms),
-        *linear(f"{layer}.fc1", "F D", f"{ours}mlp.w_up"),
-        *linear(f"{layer}.fc2", "D F", f"{ours}mlp.w_down"),
+        *plain_mlp(layer, "fc1", "fc2", ours),
         *norm(f"{layer}.final_layer_norm", f"{ours}mlp_{norms}", bias=True),
         *norm(f"{prefix}.layer_norm", f"{ours}final_norm", bias=True),
     )
@@ -96,7 +94,7 @@ def _norms(before: bool) -> tuple[FieldCodec, ...]:
     )
 
 
-_UNREAD = ("num_hidden_layers", "force_bos_token_to_be_generated", "gradient_checkpointing", "extra_pos_embeddings")
+_UNREAD = ("num_hidden_layers", "force_bos_token_to_be_generated", "extra_pos_embeddings")
 BART = Family(
     "BART",
     "bart",

@@ -1,6 +1,5 @@
 """BEiT."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
@@ -13,7 +12,6 @@ from gspmd_lm.convert.fields import Given, Renamed, Values
 _NO_POSITIONS = "has two kinds of biases by distance, which is not supported"
 
 
-@dataclasses.dataclass(frozen=True)
 class BeitPositions:
     """BEiT's positions: a position table, relative position biases of each layer or of all layers, or none."""
 
@@ -38,7 +36,6 @@ class BeitPositions:
         }
 
 
-@dataclasses.dataclass(frozen=True)
 class BeitPooling:
     """Where BEiT reads the class: at the mean of the patches, which has a norm, or at the first row of normed ones."""
 

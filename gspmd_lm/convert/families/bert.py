@@ -4,19 +4,17 @@ A model_type has a row for each head. Which one a folder has, its `architectures
 folder is read with another head: what its files lack of that head is drawn anew.
 """
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import BIASES, GELU, ONE_WIDTH, PLAIN_LAYERNORM, SIZES, TIED, Family
 from gspmd_lm.convert.fields import FieldCodec, Fixed, Given, Renamed, Values
-from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, separate_qkv
+from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, plain_mlp, separate_qkv
 
 SEVERAL = "multi_label_classification"  # in problem_type: a text has several classes or none
 
 
-@dataclasses.dataclass(frozen=True)
 class Classes:
     """The number of classes, which is the length of id2label; 1 is a number to predict."""
 
@@ -50,9 +48,13 @@ ENCODER: tuple[FieldCodec, ...] = (
     Fixed("is_encoder_decoder", False, _CAUSAL),
 )
 BERT_CONTEXT = Renamed("max_position_embeddings", "context", 512)
-BERT_EPS = Renamed("layer_norm_eps", "norm.eps", 1e-12)
-LEARNED = (BERT_EPS, Given({"positions": "learned"}), Renamed("type_vocab_size", "embedding.token_types", 2))
+LEARNED = (
+    Renamed("layer_norm_eps", "norm.eps", 1e-12),
+    Given({"positions": "learned"}),
+    Renamed("type_vocab_size", "embedding.token_types", 2),
+)
 BERT_FIELDS = (*ENCODER, *LEARNED, BERT_CONTEXT, GELU)
+GELU_ALONE = Fixed("hidden_act", "gelu", "is not the activation of this family's head")
 MASKED = (Given({"logits.transform": True, "logits.bias": True}), TIED)
 
 
@@ -76,8 +78,7 @@ def bert_blocks(
         *(qkv or separate_qkv(f"{attention}.self", projections)),
         *linear(f"{attention}.output.dense", "D (N H)", "attention.wo"),
         *norm(f"{attention}.output.LayerNorm", "attention_sum_norm", bias=True),
-        *linear(f"{layer}.intermediate.dense", "F D", "mlp.w_up"),
-        *linear(f"{layer}.output.dense", "D F", "mlp.w_down"),
+        *plain_mlp(layer, "intermediate.dense", "output.dense"),
         *norm(f"{layer}.output.LayerNorm", "mlp_sum_norm", bias=True),
     )
 

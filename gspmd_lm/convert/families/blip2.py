@@ -11,7 +11,7 @@ from gspmd_lm.convert.families.t5 import T5
 from gspmd_lm.convert.families.vit import ImagePatches
 from gspmd_lm.convert.family import GELU_NEW, Family, Part
 from gspmd_lm.convert.fields import Activation, FieldCodec, Fixed, Renamed, Values
-from gspmd_lm.convert.layout import Tensor, linear, norm
+from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp
 
 _QUERIES = "qformer_config"
 
@@ -73,7 +73,6 @@ def _bert_attention(name: str, ours: str, **of_keys: Any) -> tuple[Tensor, ...]:
 
 
 _SEEN, _QFORMER = "vision_model.encoder.layers.{}.self_attn", "qformer.encoder.layer.{}"
-_SEEN, _QFORMER = "vision_model.encoder.layers.{}.self_attn", "qformer.encoder.layer.{}"
 _OWN = {f"vision.attention.w{name}": f"vision.attention.b{name}" for name in "qkv"}
 _READING = (
     Tensor(f"{IMAGE}.class_embedding", "1 1 D", ("vision.class_row",)),
@@ -86,8 +85,7 @@ _READING = (
     *norm("qformer.layernorm", "queries.embedding_norm", bias=True),
     *_bert_attention(f"{_QFORMER}.attention", "queries.attention"),
     *_bert_attention(f"{_QFORMER}.crossattention", "queries.cross", others=lambda queries: {"D": queries.memory_width}),
-    *linear(f"{_QFORMER}.intermediate_query.dense", "F D", "queries.mlp.w_up"),
-    *linear(f"{_QFORMER}.output_query.dense", "D F", "queries.mlp.w_down"),
+    *plain_mlp(_QFORMER, "intermediate_query.dense", "output_query.dense", "queries."),
     *norm(f"{_QFORMER}.output_query.LayerNorm", "queries.mlp_sum_norm", bias=True),
     *linear("language_projection", "D O", "query_projection", biases=("query_projection_bias",),
             others=lambda model: {"O": model.queries_config.embed}),

@@ -5,10 +5,10 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
-from gspmd_lm.convert.families.vit import ImagePatches
-from gspmd_lm.convert.family import BIASES, GELU_NEW, ONE_WIDTH, PLAIN_LAYERNORM, Family
-from gspmd_lm.convert.fields import MOST_LAYERS, Activation, FieldCodec, Given, Renamed, Values
-from gspmd_lm.convert.layout import Tensor, linear, norm, separate_qkv
+from gspmd_lm.convert.families.vit import ImagePatches, stack_sizes
+from gspmd_lm.convert.family import BIASES, GELU_NEW, PLAIN_LAYERNORM, Family
+from gspmd_lm.convert.fields import Activation, FieldCodec, Given, Renamed, Values
+from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp, separate_qkv
 
 TEXT, VISION = "text_config", "vision_config"
 _QUICK_GELU, _SLOPE = "quick_gelu", 1.702  # x * sigmoid(1.702 x)
@@ -16,7 +16,6 @@ _QUICK_GELU, _SLOPE = "quick_gelu", 1.702  # x * sigmoid(1.702 x)
 _HIGHEST = 2
 
 
-@dataclasses.dataclass(frozen=True)
 class QuickActivation(Activation):
     """The activation, which may be quick_gelu: silu with a slope."""
 
@@ -43,14 +42,7 @@ class EndOfText:
 
 def tower_sizes(part: str, embed: int, heads: int, mlp: int, layers: int, eps: float) -> tuple[FieldCodec, ...]:
     """The sizes of a stack of blocks that a part of config.json states, with defaults."""
-    return (
-        Renamed(f"{part}.hidden_size", "embed", embed),
-        Renamed(f"{part}.intermediate_size", "mlp", mlp),
-        Renamed(f"{part}.num_hidden_layers", "layers", layers, most=MOST_LAYERS),
-        Renamed(f"{part}.num_attention_heads", "heads", heads),
-        ONE_WIDTH,
-        Renamed(f"{part}.layer_norm_eps", "norm.eps", eps),
-    )
+    return (*stack_sizes(f"{part}.", embed, heads, layers, eps), Renamed(f"{part}.intermediate_size", "mlp", mlp))
 
 
 def _tower(part: str, embed: int, heads_: int, mlp: int) -> tuple[FieldCodec, ...]:
@@ -102,8 +94,7 @@ def tower_blocks(prefix: str, ours: str, last: str) -> tuple[Tensor, ...]:
         *separate_qkv(attention, ours=f"{ours}attention"),
         *linear(f"{attention}.out_proj", "D (N H)", f"{ours}attention.wo"),
         *norm(f"{layer}.layer_norm1", f"{ours}attention_norm", bias=True),
-        *linear(f"{layer}.mlp.fc1", "F D", f"{ours}mlp.w_up"),
-        *linear(f"{layer}.mlp.fc2", "D F", f"{ours}mlp.w_down"),
+        *plain_mlp(f"{layer}.mlp", "fc1", "fc2", ours),
         *norm(f"{layer}.layer_norm2", f"{ours}mlp_norm", bias=True),
         *norm(f"{prefix}.{last}", f"{ours}final_norm", bias=True),
     )

@@ -68,7 +68,6 @@ class Disentangled:
         return written if self.own else written | {"position_buckets": -1 if half == vectors.distance else half}
 
 
-@dataclasses.dataclass(frozen=True)
 class ConvolutionOfTokens:
     """A convolution beside the first layer, if there is one."""
 
@@ -89,10 +88,6 @@ class ConvolutionOfTokens:
         return {"conv_kernel_size": convolution.taps, "conv_act": convolution.activation}
 
 
-def _has_convolution(model: config.ModelConfig) -> bool:
-    return model.convolution is not None
-
-
 _WIDTH = "is another width than hidden_size, which is not supported"
 _EACH = (
     *(*ENCODER, BERT_CONTEXT, GELU, Given({"positions": "none"})),
@@ -110,22 +105,20 @@ _CLASSES = (
 )
 
 
-def _has_types(model: config.ModelConfig) -> bool:
-    return model.embedding.token_types > 0
-
-
+_HAS_TYPES: dict[str, Any] = {"exists_in": lambda model: model.embedding.token_types > 0}
 _TABLES = (
     Tensor("deberta.embeddings.word_embeddings.weight", "V D", ("embedding",)),
-    Tensor("deberta.embeddings.token_type_embeddings.weight", "t D", ("type_embedding",), exists_in=_has_types),
+    Tensor("deberta.embeddings.token_type_embeddings.weight", "t D", ("type_embedding",), **_HAS_TYPES),
     *norm("deberta.embeddings.LayerNorm", "embedding_norm", bias=True),
     Tensor("deberta.encoder.rel_embeddings.weight", "r D", ("relative_embedding",)),
 )
 _CONV, _CONV_BIAS = "deberta.encoder.conv", ("convolution_bias",)
+_HAS_CONV: dict[str, Any] = {"exists_in": lambda model: model.convolution is not None}
 _LATER_TENSORS = (
     *_TABLES,
     *norm("deberta.encoder.LayerNorm", "relative_norm", bias=True),
-    *linear(f"{_CONV}.conv", "D O A", "convolution", biases=_CONV_BIAS, exists_in=_has_convolution),
-    *norm(f"{_CONV}.LayerNorm", "convolution_norm", bias=True, exists_in=_has_convolution),
+    *linear(f"{_CONV}.conv", "D O A", "convolution", biases=_CONV_BIAS, **_HAS_CONV),
+    *norm(f"{_CONV}.LayerNorm", "convolution_norm", bias=True, **_HAS_CONV),
     *bert_blocks("deberta.", ("query_proj", "key_proj", "value_proj")),
 )
 _SELF = "deberta.encoder.layer.{}.attention.self"

@@ -56,7 +56,6 @@ class LatentSizes:
         }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
 class GroupLimited:
     """DeepSeek-V2's topk_method: whether experts are chosen in the best groups, n_group and topk_group, or in all."""
 
@@ -78,7 +77,6 @@ class GroupLimited:
         }
 
 
-@dataclasses.dataclass(frozen=True)
 class LaterTokens:
     """num_nextn_predict_layers: layers behind the last one that predict later tokens. They are left out."""
 

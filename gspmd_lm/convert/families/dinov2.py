@@ -1,18 +1,17 @@
 """DINOv2: a ViT whose classes are read at the first row and at the mean of patches together."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
+from gspmd_lm.convert.families.beit import OTHER_USES
 from gspmd_lm.convert.families.bert import Classes
-from gspmd_lm.convert.families.vit import ImagePatches
-from gspmd_lm.convert.family import GELU, ONE_WIDTH, PLAIN_LAYERNORM, Family
-from gspmd_lm.convert.fields import MOST_LAYERS, Fixed, Flag, Given, Renamed, Values
-from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, separate_qkv
+from gspmd_lm.convert.families.vit import SEES_ALL, ImagePatches, mlp_ratio, stack_sizes
+from gspmd_lm.convert.family import GELU, PLAIN_LAYERNORM, Family
+from gspmd_lm.convert.fields import Fixed, Flag, Given, Renamed, Values
+from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, plain_mlp, separate_qkv
 
 
-@dataclasses.dataclass(frozen=True)
 class Dinov2Sizes:
     """The hidden width as a multiple of the width, and that both the first row and the mean of patches are read.
 
@@ -21,24 +20,19 @@ class Dinov2Sizes:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         reader.flag(["use_mask_token"], True)
-        mlp = reader.number(["mlp_ratio"], 4) * values["embed"]
-        if mlp != int(mlp):
-            reader.refuse("mlp_ratio", mlp / values["embed"], f"times hidden_size: {values['embed']} is not whole")
-        values["mlp"] = int(mlp)
+        values["mlp"] = int(reader.number(["mlp_ratio"], 4) * values["embed"])
         values["patches"]["pool"] = "both"
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        ratio = model.mlp / model.embed
+        ratio = mlp_ratio(model)
         return {"mlp_ratio": int(ratio) if ratio == int(ratio) else ratio, "use_mask_token": False}
 
 
 _LAYER, _EMBEDDINGS = "dinov2.encoder.layer.{}", "dinov2.embeddings"
 _FIELDS = (
-    *(Renamed("hidden_size", "embed", 768), Renamed("num_hidden_layers", "layers", 12, most=MOST_LAYERS)),
-    *(Renamed("num_attention_heads", "heads", 12), PLAIN_LAYERNORM, ONE_WIDTH, GELU),
-    Given({"attention.mask": "full", "attention.out_bias": True, "feed_forward.bias": True, "positions": "learned"}),
+    *(*stack_sizes(eps=1e-6), PLAIN_LAYERNORM, GELU, SEES_ALL, Given({"positions": "learned"})),
     *(Flag("qkv_bias", ("attention.qkv_bias",), True), ImagePatches("none", size=14), Classes(), Dinov2Sizes()),
-    *(Renamed("layer_norm_eps", "norm.eps", 1e-6), Renamed("layerscale_value", "residual.layer_scale", 1.0)),
+    Renamed("layerscale_value", "residual.layer_scale", 1.0),
     Fixed("use_swiglu_ffn", False, "is a gated feed-forward network, which is not supported"),
 )
 _TENSORS = (
@@ -50,8 +44,7 @@ _TENSORS = (
     *linear(f"{_LAYER}.attention.output.dense", "D (N H)", "attention.wo"),
     Tensor(f"{_LAYER}.layer_scale1.lambda1", "D", ("attention_layer_scale",)),
     *norm(f"{_LAYER}.norm2", "mlp_norm", bias=True),
-    *linear(f"{_LAYER}.mlp.fc1", "F D", "mlp.w_up"),
-    *linear(f"{_LAYER}.mlp.fc2", "D F", "mlp.w_down"),
+    *plain_mlp(f"{_LAYER}.mlp", "fc1", "fc2"),
     Tensor(f"{_LAYER}.layer_scale2.lambda1", "D", ("mlp_layer_scale",)),
     *norm("dinov2.layernorm", "final_norm", bias=True),
     *linear(
@@ -67,10 +60,7 @@ FAMILIES = (
         _TENSORS,
         prefix="dinov2.",
         no_weights=(r"embeddings\.mask_token$",),
-        irrelevant=(  # fields of training, and of other heads
-            *("drop_path_rate", "apply_layernorm", "reshape_hidden_states", "out_features", "out_indices"),
-            *("_out_features", "_out_indices", "stage_names"),
-        ),
+        irrelevant=(*OTHER_USES, "apply_layernorm", "reshape_hidden_states"),
         heads=(r"^classifier\.",),
     ),
 )

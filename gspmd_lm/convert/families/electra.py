@@ -5,6 +5,7 @@ from typing import Any
 from gspmd_lm.convert.families.bert import (
     BERT_FIELDS,
     BERT_SHARED,
+    GELU_ALONE,
     MASKED,
     Classes,
     bert_blocks,
@@ -13,14 +14,13 @@ from gspmd_lm.convert.families.bert import (
     token_head,
 )
 from gspmd_lm.convert.family import Family
-from gspmd_lm.convert.fields import DefaultsTo, Fixed, Given
+from gspmd_lm.convert.fields import DefaultsTo, Given
 from gspmd_lm.convert.layout import linear
 
 _ELECTRA = (
     *(*BERT_FIELDS, DefaultsTo("embedding_size", "embedding.width", "embed", 128)),
     Given({"embedding.input": lambda values: "sum" if values["embedding.width"] else "tokens"}),
 )
-_GELU = Fixed("hidden_act", "gelu", "is not the activation of this family's head")
 _REPLACED = Given({"classes.count": 1, "classes.of": "tokens", "classes.pooler": "gelu"})
 # Whether the token table has a width of its own.
 _NARROW: dict[str, Any] = {"exists_in": lambda model: model.embedding.width > 0}
@@ -39,7 +39,7 @@ _MASKED = Family(
     "ELECTRA",
     "electra",
     "ElectraForMaskedLM",
-    (*_ELECTRA, *MASKED, _GELU),
+    (*_ELECTRA, *MASKED, GELU_ALONE),
     (*_TENSORS, *token_head(*_HEAD, **_WIDE), *token_head(*_HEAD, "W", **_NARROW)),
     prefix="electra.",
     irrelevant=("summary_type", "summary_use_proj", "summary_activation"),  # of a head for multiple choice
@@ -48,7 +48,7 @@ _MASKED = Family(
 FAMILIES = (
     _MASKED,
     _MASKED.classifier(
-        "ElectraForPreTraining", (*_ELECTRA, _REPLACED, _GELU), (*_TENSORS, *class_tensors(*_DISCRIMINATOR))
+        "ElectraForPreTraining", (*_ELECTRA, _REPLACED, GELU_ALONE), (*_TENSORS, *class_tensors(*_DISCRIMINATOR))
     ),
     _MASKED.classifier(
         "ElectraForSequenceClassification",

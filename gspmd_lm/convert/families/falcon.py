@@ -1,6 +1,5 @@
 """Falcon, in its old form and its new one."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
@@ -22,7 +21,6 @@ from gspmd_lm.convert.layout import norm
 from gspmd_lm.convert.rope import Rope
 
 
-@dataclasses.dataclass(frozen=True)
 class FalconBlock:
     """Falcon's block: key heads, norms, and whether attention and MLP are parallel, in the old form and the new."""
 
@@ -63,20 +61,14 @@ _FALCON = (
 )
 
 
-def _has_one_norm(model: config.ModelConfig) -> bool:
-    return model.norm.shared
-
-
-def _has_two_norms(model: config.ModelConfig) -> bool:
-    return not model.norm.shared
-
-
+_ONE_NORM: dict[str, Any] = {"bias": True, "exists_in": lambda model: model.norm.shared}
+_TWO_NORMS: dict[str, Any] = {"bias": True, "exists_in": lambda model: not model.norm.shared}
 _TENSORS = (
     *megatron_tensors("transformer", "h", "self_attention", "word_embeddings", "ln_f", "lm_head"),
-    *norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True, exists_in=_has_one_norm),
-    *norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True, exists_in=_has_one_norm),
-    *norm("transformer.h.{}.ln_attn", "attention_norm", bias=True, exists_in=_has_two_norms),
-    *norm("transformer.h.{}.ln_mlp", "mlp_norm", bias=True, exists_in=_has_two_norms),
+    *norm("transformer.h.{}.input_layernorm", "attention_norm", **_ONE_NORM),
+    *norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", **_ONE_NORM),
+    *norm("transformer.h.{}.ln_attn", "attention_norm", **_TWO_NORMS),
+    *norm("transformer.h.{}.ln_mlp", "mlp_norm", **_TWO_NORMS),
 )
 FAMILIES = (
     Family(

@@ -32,7 +32,6 @@ class EachLayer:
         return {self.name: [value_at(model, self.setting)] * model.layers}
 
 
-@dataclasses.dataclass(frozen=True)
 class SparseActivation:
     """activation_sparsity_pattern: a number for each layer, one and the same for the first ones, then 0."""
 

@@ -1,6 +1,5 @@
 """GLM-4, GLM-4-0414, GLM-4.5, GLM-4.7-Flash and ChatGLM 3."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
@@ -25,7 +24,6 @@ from gspmd_lm.convert.layout import Tensor, linear, norm
 from gspmd_lm.convert.rope import Rope
 
 
-@dataclasses.dataclass(frozen=True)
 class MlpTypes:
     """mlp_layer_types: which layers are dense, the first ones, and which have experts."""
 
@@ -50,7 +48,6 @@ def _mlp_types(dense: int, layers: int) -> list[str]:
 CHATGLM2_VOCAB = 65024  # of ChatGLM 2 and 3
 
 
-@dataclasses.dataclass(frozen=True)
 class ChatRope:
     """ChatGLM's rotary positions, on the first half of a head. rope_ratio multiplies rope_theta, but in ChatGLM 2."""
 

@@ -1,6 +1,5 @@
 """GPT-Neo: layers with a window."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
@@ -8,10 +7,9 @@ from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.gpt2 import GPT2, GPT_ACTIVATION, GPT_EPS, HEAD_SUMMARY, gpt2_tensors
 from gspmd_lm.convert.family import ONE_WIDTH, PLAIN_LAYERNORM, TIED, four_times
 from gspmd_lm.convert.fields import MOST_LAYERS, Given, Renamed, Values, number_of_layers, shortest_pattern
-from gspmd_lm.convert.layout import linear, separate_qkv
+from gspmd_lm.convert.layout import linear, plain_mlp, separate_qkv
 
 
-@dataclasses.dataclass(frozen=True)
 class LocalLayers:
     """GPT-Neo's layers with a window: attention_layers, or attention_types, and window_size."""
 
@@ -55,7 +53,6 @@ _LAYER = "transformer.h.{}"
 _TENSORS = gpt2_tensors(
     *separate_qkv(f"{_LAYER}.attn.attention", bias=False),
     *linear(f"{_LAYER}.attn.attention.out_proj", "D (N H)", "attention.wo"),
-    *linear(f"{_LAYER}.mlp.c_fc", "F D", "mlp.w_up"),
-    *linear(f"{_LAYER}.mlp.c_proj", "D F", "mlp.w_down"),
+    *plain_mlp(f"{_LAYER}.mlp", "c_fc", "c_proj"),
 )
 FAMILIES = (GPT2.relative("GPT-Neo", "gpt_neo", "GPTNeoForCausalLM", _GPT_NEO, _TENSORS, irrelevant=HEAD_SUMMARY),)

@@ -13,7 +13,7 @@ from gspmd_lm.convert.family import (
     Family,
 )
 from gspmd_lm.convert.fields import Fixed, Flag, Given, Renamed
-from gspmd_lm.convert.layout import Tensor, linear, norm
+from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp
 from gspmd_lm.convert.rope import Rope
 
 
@@ -24,8 +24,7 @@ def megatron_tensors(prefix: str, layers: str, attention: str, table: str, last_
         Tensor(f"{prefix}.{table}.weight", "V D", ("embedding",)),
         *linear(f"{layer}.{attention}.query_key_value", "(R H) D", *QKV, order="grouped"),
         *linear(f"{layer}.{attention}.dense", "D (N H)", "attention.wo"),
-        *linear(f"{layer}.mlp.dense_h_to_4h", "F D", "mlp.w_up"),
-        *linear(f"{layer}.mlp.dense_4h_to_h", "D F", "mlp.w_down"),
+        *plain_mlp(f"{layer}.mlp", "dense_h_to_4h", "dense_4h_to_h"),
         *norm(f"{prefix}.{last_norm}", "final_norm", bias=True),
         Tensor(f"{head}.weight", "V D", ("unembedding",)),
     )

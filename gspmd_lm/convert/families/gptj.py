@@ -8,7 +8,7 @@ from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.gpt2 import GPT2, GPT2_SIZES, GPT_ACTIVATION, GPT_EPS, HEAD_SUMMARY, SCALED
 from gspmd_lm.convert.family import PLAIN_LAYERNORM, UNTIED
 from gspmd_lm.convert.fields import Given, Values
-from gspmd_lm.convert.layout import Tensor, linear, norm, separate_qkv
+from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp, separate_qkv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,7 @@ _TENSORS = (
     *norm(f"{_LAYER}.ln_1", "attention_norm", bias=True),
     *separate_qkv(f"{_LAYER}.attn", bias=False, interleaved_rope=True),
     *linear(f"{_LAYER}.attn.out_proj", "D (N H)", "attention.wo", bias=False),
-    *linear(f"{_LAYER}.mlp.fc_in", "F D", "mlp.w_up"),
-    *linear(f"{_LAYER}.mlp.fc_out", "D F", "mlp.w_down"),
+    *plain_mlp(f"{_LAYER}.mlp", "fc_in", "fc_out"),
     *norm("transformer.ln_f", "final_norm", bias=True),
     Tensor("lm_head.weight", "V D", ("unembedding",)),
     Tensor("lm_head.bias", "V", ("unembedding_bias",)),

@@ -1,6 +1,5 @@
 """Llama and Llama 4, and the names of tensors that many families took from Llama."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
@@ -118,7 +117,6 @@ LLAMA = Family(
 )
 
 
-@dataclasses.dataclass(frozen=True)
 class Temperature:
     """Llama 4's queries that grow with their position, in layers without positions."""
 
@@ -135,7 +133,6 @@ class Temperature:
         return {"attn_temperature_tuning": True, "attn_scale": tuned.scale, "floor_scale": tuned.every}
 
 
-@dataclasses.dataclass(frozen=True)
 class ChunkedLayers:
     """Llama 4's layers: those with positions attend within chunks, and those with 0 in no_rope_layers to all tokens."""
 
@@ -164,7 +161,6 @@ class ChunkedLayers:
         return {"no_rope_layers": rotated, "layer_types": types, "attention_chunk_size": model.attention.chunk or None}
 
 
-@dataclasses.dataclass(frozen=True)
 class SparseLayers:
     """Llama 4's layers with experts: moe_layers, or every interleave_moe_layer_step-th."""
 

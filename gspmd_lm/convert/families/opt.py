@@ -1,16 +1,14 @@
 """OPT."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import ALL_BIASES, GELU_NEW, ONE_WIDTH, PLAIN_LAYERNORM, SIZES, TIED, Family
 from gspmd_lm.convert.fields import Activation, DefaultsTo, Fixed, Flag, Given, Renamed, Values
-from gspmd_lm.convert.layout import Tensor, linear, norm, separate_qkv
+from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp, separate_qkv
 
 
-@dataclasses.dataclass(frozen=True)
 class OptNorms:
     """OPT's norms: before attention and MLP, with a last norm that a field removes; or after the residual sums."""
 
@@ -46,8 +44,7 @@ _TENSORS = (
     *linear(f"{_LAYER}.self_attn.out_proj", "D (N H)", "attention.wo"),
     *norm(f"{_LAYER}.final_layer_norm", "mlp_norm", bias=True),
     *norm(f"{_LAYER}.final_layer_norm", "mlp_sum_norm", bias=True),
-    *linear(f"{_LAYER}.fc1", "F D", "mlp.w_up"),
-    *linear(f"{_LAYER}.fc2", "D F", "mlp.w_down"),
+    *plain_mlp(_LAYER, "fc1", "fc2"),
     *norm(f"{_DECODER}.final_layer_norm", "final_norm", bias=True),
     Tensor("lm_head.weight", "V D", ("unembedding",)),
 )

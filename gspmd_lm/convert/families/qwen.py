@@ -1,6 +1,5 @@
 """Qwen2, Qwen3, their mixtures of experts, and Qwen3-Next with layers of linear attention."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +47,6 @@ def _first_every_second(reader):
     return lambda i: i % 2 == 0 and i < first
 
 
-@dataclasses.dataclass(frozen=True)
 class DualChunks(FieldCodec):
     """dual_chunk_attention_config: attention (arXiv 2402.17463) that is plain for a context that is not too long.
 
@@ -76,7 +74,6 @@ class DualChunks(FieldCodec):
             )
 
 
-@dataclasses.dataclass(frozen=True)
 class LinearLayers:
     """Qwen3-Next's layers with linear attention: layer_types, or all but every full_attention_interval-th."""
 
@@ -111,7 +108,6 @@ class LinearLayers:
         return written
 
 
-@dataclasses.dataclass(frozen=True)
 class DenseLayers:
     """mlp_only_layers: the layers without experts, which must be the first ones."""
 
@@ -217,6 +213,6 @@ FAMILIES = (
         _QWEN_3_NEXT,
         llama_tensors(more=_NEXT),
         no_weights=(*ROTATED, r"^mtp\."),  # layers that predict later tokens
-        irrelevant=(*ROUTER_TRAINING, "use_sliding_window"),
+        irrelevant=ROUTER_TRAINING,
     ),
 )

@@ -1,6 +1,5 @@
 """RoBERTa, XLM-RoBERTa and CamemBERT."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
@@ -8,6 +7,7 @@ from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.bert import (
     BERT_SHARED,
     ENCODER,
+    GELU_ALONE,
     LEARNED,
     MASKED,
     NO_TOKENS,
@@ -17,10 +17,9 @@ from gspmd_lm.convert.families.bert import (
     token_head,
 )
 from gspmd_lm.convert.family import Family
-from gspmd_lm.convert.fields import Fixed, Given, Values
+from gspmd_lm.convert.fields import Given, Values
 
 
-@dataclasses.dataclass(frozen=True)
 class PositionsAfterPadding:
     """RoBERTa's positions: they begin after the number of the padding token, whose row and those before are unused."""
 
@@ -40,8 +39,7 @@ class PositionsAfterPadding:
         }
 
 
-_GELU = Fixed("hidden_act", "gelu", "is not the activation of this family's head")
-_FIELDS = (*ENCODER, *LEARNED, PositionsAfterPadding(), Given({"feed_forward.activation": "gelu"}), _GELU)
+_FIELDS = (*ENCODER, *LEARNED, PositionsAfterPadding(), Given({"feed_forward.activation": "gelu"}), GELU_ALONE)
 _HEAD = token_head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
 
 

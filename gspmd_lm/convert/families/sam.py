@@ -5,17 +5,16 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
-from gspmd_lm.convert.families.vit import ImagePatches
-from gspmd_lm.convert.family import GELU_NEW, ONE_WIDTH, PLAIN_LAYERNORM, Family
-from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Fixed, Flag, Given, Renamed, Values
-from gspmd_lm.convert.layout import Tensor, linear, norm, separate_qkv
+from gspmd_lm.convert.families.vit import SEES_ALL, ImagePatches, stack_sizes
+from gspmd_lm.convert.family import GELU_NEW, PLAIN_LAYERNORM, Family
+from gspmd_lm.convert.fields import Activation, Fixed, Flag, Given, Values, shortest_pattern
+from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp, separate_qkv
 from gspmd_lm.model.families.sam import MASK_CHANNELS, QUARTERS
 
 _VISION, _PROMPT, _MASKS = "vision_config", "prompt_encoder_config", "mask_decoder_config"
 _EPS = 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
 class WholeLayers:
     """SAM's windows, and the layers in which a patch attends to the whole image."""
 
@@ -30,9 +29,7 @@ class WholeLayers:
             kinds = ["whole" if number in numbers else "full" for number in range(values["layers"])]
             if size == 0:
                 kinds, size = ["full"], config.Patches(**values["patches"]).side
-            # The shortest pattern that these layers repeat.
-            turn = next(n for n in range(1, len(kinds) + 1) if kinds == [kinds[i % n] for i in range(len(kinds))])
-            values["layer_pattern"] = kinds[:turn] if "whole" in kinds else []
+            values["layer_pattern"] = shortest_pattern(kinds)
             values["windows"] = {"size": size, "vectors": reader.flag([f"{_VISION}.use_rel_pos"], True)}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
@@ -44,7 +41,6 @@ class WholeLayers:
         return {f"{_VISION}.{name}": value for name, value in fields.items()}
 
 
-@dataclasses.dataclass(frozen=True)
 class MlpWidth:
     """The hidden width of the blocks, as a number or as a multiple of theirs."""
 
@@ -94,13 +90,9 @@ def _fixed_field(name: str, value: Any) -> Fixed:
 
 
 _SAM = (
-    Renamed(f"{_VISION}.hidden_size", "embed", 768),
-    Renamed(f"{_VISION}.num_hidden_layers", "layers", 12, most=MOST_LAYERS),
-    Renamed(f"{_VISION}.num_attention_heads", "heads", 12),
-    *(ONE_WIDTH, MlpWidth(), PLAIN_LAYERNORM),
-    Renamed(f"{_VISION}.layer_norm_eps", "norm.eps", _EPS),
+    *(*stack_sizes(f"{_VISION}.", eps=_EPS), MlpWidth(), PLAIN_LAYERNORM, SEES_ALL),
     Activation(f"{_VISION}.hidden_act", "gelu", GELU_NEW),
-    Given({"norm.final": False, "attention.mask": "full", "attention.out_bias": True, "feed_forward.bias": True}),
+    Given({"norm.final": False}),
     ImagePatches("none", f"{_VISION}.", class_row=False, image=1024),
     WholeLayers(),
     Flag(f"{_VISION}.use_abs_pos", ("positions",), True, "learned", "none"),
@@ -170,8 +162,7 @@ _TENSORS: tuple[Tensor, ...] = (
     *_vectors("", lambda model: model.windows.size if model.windows else 1),
     *_vectors("whole_", lambda model: model.patches.side),
     *norm(f"{_LAYER}.layer_norm2", "mlp_norm", bias=True),
-    *linear(f"{_LAYER}.mlp.lin1", "F D", "mlp.w_up"),
-    *linear(f"{_LAYER}.mlp.lin2", "D F", "mlp.w_down"),
+    *plain_mlp(f"{_LAYER}.mlp", "lin1", "lin2"),
     Tensor("vision_encoder.neck.conv1.weight", "O D 1 1", ("neck_in",), others=_neck),
     *norm("vision_encoder.neck.layer_norm1", "neck_in_norm", bias=True, axis="O", others=_neck),
     Tensor("vision_encoder.neck.conv2.weight", "D O s", ("neck_out",), others=_neck_out),
@@ -194,8 +185,7 @@ _TENSORS: tuple[Tensor, ...] = (
     *_crossing("final_attn_token_to_image", "last"),
     *(tensor for number, name in enumerate(("attention", "to_image", "mlp", "to_tokens"), 1)
       for tensor in norm(f"mask_decoder.transformer.{_TWO_WAY}.layer_norm{number}", f"masks.{name}_norm", bias=True)),
-    *linear(f"mask_decoder.transformer.{_TWO_WAY}.mlp.lin1", "F D", "masks.mlp.w_up"),
-    *linear(f"mask_decoder.transformer.{_TWO_WAY}.mlp.lin2", "D F", "masks.mlp.w_down"),
+    *plain_mlp(f"mask_decoder.transformer.{_TWO_WAY}.mlp", "lin1", "lin2", "masks."),
     *norm("mask_decoder.transformer.layer_norm_final_attn", "masks.last_norm", bias=True),
     Tensor("mask_decoder.upscale_conv1.weight", "D O s", ("masks.upscale_in",), others=_parts),
     Tensor("mask_decoder.upscale_conv1.bias", "O", ("masks.upscale_in_bias",), others=_parts),

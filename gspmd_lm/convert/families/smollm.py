@@ -1,6 +1,5 @@
 """SmolLM3: layers without positions."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
@@ -11,7 +10,6 @@ from gspmd_lm.convert.fields import Values, check_each_layer, default_rotation, 
 from gspmd_lm.convert.rope import Rope
 
 
-@dataclasses.dataclass(frozen=True)
 class NoRopeLayers:
     """SmolLM3's layers without positions: those with 0 in no_rope_layers, or every no_rope_layer_interval-th."""
 

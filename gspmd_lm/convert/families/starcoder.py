@@ -4,7 +4,7 @@ from gspmd_lm.convert.families.gpt2 import GPT2, GPT2_FIELDS, GPT2_SIZES, HEAD_S
 from gspmd_lm.convert.families.llama import LLAMA, llama_tensors
 from gspmd_lm.convert.family import ALL_BIASES, PLAIN_LAYERNORM, TANH, heads, llama_fields
 from gspmd_lm.convert.fields import Activation, Flag, Renamed, Window
-from gspmd_lm.convert.layout import linear
+from gspmd_lm.convert.layout import linear, plain_mlp
 
 _EPS = Renamed("norm_epsilon", "norm.eps", 1e-5)
 _STARCODER_2 = (
@@ -20,12 +20,11 @@ _LAYER = "transformer.h.{}"
 _TENSORS = gpt2_tensors(
     *linear(f"{_LAYER}.attn.c_attn", "(R H) D", *QKV, order="grouped"),
     *linear(f"{_LAYER}.attn.c_proj", "D (N H)", "attention.wo"),
-    *linear(f"{_LAYER}.mlp.c_fc", "F D", "mlp.w_up"),
-    *linear(f"{_LAYER}.mlp.c_proj", "D F", "mlp.w_down"),
+    *plain_mlp(f"{_LAYER}.mlp", "c_fc", "c_proj"),
 )
 _UNREAD = (
     "n_ctx", *HEAD_SUMMARY, "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "num_key_value_heads",
-    "inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache",
+    "inference_runner", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache",
     "validate_runner_input",
 )  # fmt: skip
 FAMILIES = (

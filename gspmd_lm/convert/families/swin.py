@@ -8,17 +8,16 @@ from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.beit import IMAGE_UNUSED, OTHER_USES
 from gspmd_lm.convert.families.bert import Classes
-from gspmd_lm.convert.families.vit import ImagePatches
+from gspmd_lm.convert.families.vit import SEES_ALL, ImagePatches, mlp_ratio
 from gspmd_lm.convert.family import GELU, PLAIN_LAYERNORM, Family
 from gspmd_lm.convert.fields import MOST_LAYERS, Fixed, Flag, Given, Values
 from gspmd_lm.convert.images import ROWS_DIVIDE_BY
-from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, separate_qkv
+from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, plain_mlp, separate_qkv
 from gspmd_lm.model.addresses import level_name
 
 MOST_LEVELS = 8  # a limit: published models have four
 
 
-@dataclasses.dataclass(frozen=True)
 class SwinLevels:
     """Swin's windows, and the sizes of its levels, each of which is twice as wide as the level before."""
 
@@ -60,22 +59,13 @@ class SwinLevels:
         levels = config.levels(model)
         return {
             "embed_dim": model.embed, "window_size": model.windows.size, "depths": [level.layers for level in levels],
-            "num_heads": [level.heads for level in levels], "mlp_ratio": model.mlp / model.embed,
+            "num_heads": [level.heads for level in levels], "mlp_ratio": mlp_ratio(model),
         }  # fmt: skip
 
 
 _SWIN = (
     *(ImagePatches("none", size=4, class_row=False), SwinLevels(), PLAIN_LAYERNORM, GELU, Classes()),
-    Given(
-        {
-            "norm.eps": 1e-5,
-            "attention.mask": "full",
-            "positions": "none",
-            "embedding.norm": True,
-            "attention.out_bias": True,
-            "feed_forward.bias": True,
-        }
-    ),
+    *(SEES_ALL, Given({"norm.eps": 1e-5, "positions": "none", "embedding.norm": True})),
     Flag("qkv_bias", ("attention.qkv_bias",), True),
     Fixed("layer_norm_eps", 1e-5, "is not the 1e-05 that the norms of patches have"),
     Fixed("use_absolute_embeddings", False, "adds a table of positions to the patches, which is not supported"),
@@ -96,8 +86,7 @@ def _level_tensors(number: int) -> tuple[Tensor, ...]:
             *linear(f"{attention}.output.dense", "D (N H)", f"{ours}attention.wo"),
             Tensor(f"{attention}.self.relative_position_bias_table", "r N", (f"{ours}attention.relative_bias",)),
             *norm(f"{layer}.layernorm_after", f"{ours}mlp_norm", bias=True),
-            *linear(f"{layer}.intermediate.dense", "F D", f"{ours}mlp.w_up"),
-            *linear(f"{layer}.output.dense", "D F", f"{ours}mlp.w_down"),
+            *plain_mlp(layer, "intermediate.dense", "output.dense", ours),
             *norm(f"{merge}.norm", f"{ours}merge_norm", bias=True, axis="O", **merged),
             Tensor(f"{merge}.reduction.weight", "D O", (f"{ours}merge",), others=lambda level: {"O": 2 * level.embed}),
             *norm("swin.layernorm", f"{ours}final_norm", bias=True),

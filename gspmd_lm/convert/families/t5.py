@@ -95,7 +95,6 @@ class FeedForward:
                 "is_gated_act": gated}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
 class T5Head:
     """T5's logits: with the token table, of hidden states times embed ** -0.5, or with a table of their own.
 

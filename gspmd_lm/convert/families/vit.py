@@ -1,14 +1,15 @@
 """ViT and DeiT, and the fields that all families of images share."""
 
 import dataclasses
+import math
 from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
-from gspmd_lm.convert.families.bert import BERT_EPS, Classes
+from gspmd_lm.convert.families.bert import Classes
 from gspmd_lm.convert.family import GELU, ONE_WIDTH, PLAIN_LAYERNORM, Family
 from gspmd_lm.convert.fields import MOST_LAYERS, FieldCodec, Flag, Given, Renamed, Values
-from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, separate_qkv
+from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, plain_mlp, separate_qkv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +50,30 @@ class ImagePatches:
         return {f"{self.part}{name}": value for name, value in fields.items()}
 
 
-IMAGE_SIZES = (
-    Renamed("hidden_size", "embed", 768),
-    Renamed("num_hidden_layers", "layers", 12, most=MOST_LAYERS),
-    Renamed("num_attention_heads", "heads", 12),
-    Renamed("intermediate_size", "mlp", 3072),
-)
-IMAGE_FIELDS = (
-    *(*IMAGE_SIZES, PLAIN_LAYERNORM, ONE_WIDTH, BERT_EPS, GELU),
-    Given({"attention.mask": "full", "attention.out_bias": True, "feed_forward.bias": True}),
-)
+def mlp_ratio(model: config.ModelConfig) -> float:
+    """The field mlp_ratio, of which transformers takes the whole part of its product with the width."""
+    ratio = model.mlp / model.embed
+    return ratio if int(ratio * model.embed) == model.mlp else math.nextafter(ratio, math.inf)
+
+
+def stack_sizes(
+    part: str = "", embed: int = 768, heads: int = 12, layers: int = 12, eps: float = 1e-12
+) -> tuple[FieldCodec, ...]:
+    """The sizes of a stack of blocks, with defaults, besides that of its feed-forward network.
+
+    part: of config.json, with a dot behind it.
+    """
+    return (
+        Renamed(f"{part}hidden_size", "embed", embed),
+        Renamed(f"{part}num_hidden_layers", "layers", layers, most=MOST_LAYERS),
+        Renamed(f"{part}num_attention_heads", "heads", heads),
+        ONE_WIDTH,
+        Renamed(f"{part}layer_norm_eps", "norm.eps", eps),
+    )
+
+
+SEES_ALL = Given({"attention.mask": "full", "attention.out_bias": True, "feed_forward.bias": True})
+IMAGE_FIELDS = (*stack_sizes(), Renamed("intermediate_size", "mlp", 3072), PLAIN_LAYERNORM, GELU, SEES_ALL)
 _LEARNED = (*IMAGE_FIELDS, Given({"positions": "learned"}), Flag("qkv_bias", ("attention.qkv_bias",), True))
 _BIAS = "relative_position_bias.relative_position_bias_table"
 
@@ -76,8 +91,7 @@ def image_tensors(base: str, *classifiers: str) -> tuple[Tensor, ...]:
         *separate_qkv(attention, QUERY_KEY_VALUE),
         *linear(f"{layer}.attention.output.dense", "D (N H)", "attention.wo"),
         *norm(f"{layer}.layernorm_after", "mlp_norm", bias=True),
-        *linear(f"{layer}.intermediate.dense", "F D", "mlp.w_up"),
-        *linear(f"{layer}.output.dense", "D F", "mlp.w_down"),
+        *plain_mlp(layer, "intermediate.dense", "output.dense"),
         Tensor(f"{layer}.lambda_1", "D", ("attention_layer_scale",)),
         Tensor(f"{layer}.lambda_2", "D", ("mlp_layer_scale",)),
         Tensor(f"{attention}.{_BIAS}", "r N", ("attention.relative_bias",)),

@@ -1,13 +1,10 @@
 """Whisper, which hears speech and writes it down."""
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config
-from gspmd_lm.config import paths
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.bart import BART_SIZES, ENCODER_SIZES, bart_attention, bart_stack
 from gspmd_lm.convert.families.t5 import EncoderPart
@@ -16,7 +13,7 @@ from gspmd_lm.convert.fields import Fixed, Given, Renamed, Values
 from gspmd_lm.convert.images import PREPROCESSOR
 from gspmd_lm.convert.layout import Tensor, linear
 from gspmd_lm.convert.sidecars import GENERATION, as_json
-from gspmd_lm.convert.strict_json import parse_object, show_value
+from gspmd_lm.convert.strict_json import read_object, show_value
 from gspmd_lm.data import sounds
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding.axes import SINUSOIDS
@@ -27,7 +24,6 @@ _FORCED = "forced_decoder_ids"
 _LANGUAGE, _TASK = "<|en|>", "transcribe"  # of a folder that says neither
 
 
-@dataclasses.dataclass(frozen=True)
 class Hearing:
     """The numbers of a frame, and the tokens that generation puts first or does not choose."""
 
@@ -82,7 +78,7 @@ def read_generation(folder: Path) -> dict[str, list[int]]:
     is said. Raises InputError for a field that is not understood.
     """
     path = folder / GENERATION
-    return _start_settings(parse_object(paths.read_text(path), path), path) if path.is_file() else {}
+    return _start_settings(read_object(path), path) if path.is_file() else {}
 
 
 def _start_settings(found: Mapping[str, Any], path: Path) -> dict[str, list[int]]:
@@ -111,7 +107,7 @@ def check_preprocessing(folder: Path, bands: Any) -> None:
     path = folder / PREPROCESSOR
     if not path.is_file():
         return
-    raw = parse_object(paths.read_text(path), path)
+    raw = read_object(path)
     wanted = {"sampling_rate": sounds.RATE, "hop_length": sounds.HOP, "n_fft": sounds.FOURIER, "feature_size": bands}
     wrong = [
         f"  {name}: {show_value(raw[name])} is not {one}" for name, one in wanted.items() if raw.get(name, one) != one
@@ -137,7 +133,7 @@ def write_sidecars(model: config.ModelConfig, settings: Mapping[str, Any], end: 
         "sampling_rate": sounds.RATE, "hop_length": sounds.HOP, "n_fft": sounds.FOURIER, "padding_value": 0.0,
         "chunk_length": samples // sounds.RATE, "n_samples": samples, "nb_max_frames": samples // sounds.HOP,
     }  # fmt: skip
-    written = {PREPROCESSOR: (json.dumps(prepared, indent=2) + "\n").encode()}
+    written = {PREPROCESSOR: as_json(prepared)}
     own = {name: list(getattr(model.encoder, name)) for name in ("first_tokens", *_SUPPRESSED)}
     started = {"decoder_start_token_id": model.encoder.start_token}
     if {
