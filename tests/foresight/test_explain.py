@@ -125,6 +125,7 @@ def test_a_run_says_what_it_will_cost_and_one_that_cannot_fit_does_not_start(run
     assert code == 0, errors
     before, _, _ = out.partition("step 1/1")
     said = before[before.index("train step: ") :].splitlines()[1:]
+    said = [line for line in said if not line.startswith("warning: data limits the steps")]  # as on a busy machine
     assert [line for line in said if len(line) > 80] == []
     assert [line.split()[0] for line in said if line[0] != " "][:4] == ["saves", "memory", "network", "time"]
     code, out, errors = refused
