@@ -26,15 +26,21 @@ def find_edits(problem: Problem, file: str) -> list[Edit]:
 
 
 def _read_flags(fix: str) -> list[Edit]:
-    """What the flags set with which a fix begins; none where one of them is not of the rules file."""
+    """What the flags set with which a fix begins; none where one of them is not of the rules file, or cannot be read.
+
+    A mesh axis of the text may have a name with a space, which a flag cannot have.
+    """
     edits: list[Edit] = []
     words = iter(fix.partition(", ")[0].split())  # what follows is another fix
     for word in words:
         if word.startswith("--mesh="):
-            sizes = read_sizes(word.removeprefix("--mesh="))
+            try:
+                sizes = read_sizes(word.removeprefix("--mesh="))
+            except InputError:
+                return []
             edits += [["set", ["mesh", axis], str(size)] for axis, size in sizes.items()]
         elif word == "--set":
-            key, _, value = next(words).partition("=")
+            key, _, value = next(words, "").partition("=")
             if not key.startswith("rules."):
                 return []
             edits.append(["set", [*key_path(key.removeprefix("rules."))], value])

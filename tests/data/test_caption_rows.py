@@ -147,7 +147,7 @@ def test_a_run_learns_which_image_belongs_to_a_text(tmp_path, folder):
 @pytest.mark.slow
 def test_a_run_learns_to_name_the_colour_of_an_image(tmp_path, folder):
     (folder / "table.csv").write_text("file,text\n" + "\n".join(f"png/{n}.png,{COLOURS[n % 3]}" for n in range(9)))
-    config = config_of(folder, steps=200, batch=8, model=READING)
+    config = config_of(folder, steps=400, batch=8, model=READING)
     last = gspmd_lm.train(config, "none", tmp_path / "run", platform="cpu")
     assert last["loss"] < 0.05 and last["accuracy"] == 1.0
     files = [str(folder / "png" / f"{n}.png") for n in range(6)]

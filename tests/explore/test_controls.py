@@ -129,7 +129,8 @@ def test_a_fix_does_not_name_a_key_twice():
 
 
 def test_what_leaves_a_choice_is_not_applied():
-    for fix in ("use a or b", "map an axis to data, or drop it", "--set model.heads=8", "make data.batch a multiple"):
+    of_no_rules = "--set model.heads=8", "--mesh=my axis=8,data=1", "--set"
+    for fix in ("use a or b", "map an axis to data, or drop it", "make data.batch a multiple", *of_no_rules):
         assert fixes.find_edits(Problem("x", "f: rules.mlp: tensor", fix), "f") == []
     both = Problem("x", "f: mesh: {}", "--set rules.pipeline=null --set rules.weights.layers=null, or less")
     assert fixes.find_edits(both, "f") == [["set", ["pipeline"], "null"], ["set", ["weights", "layers"], "null"]]
