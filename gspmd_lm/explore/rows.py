@@ -95,14 +95,16 @@ def remove(text: str, path: Path) -> str:
 
 
 _ABSENT = object()
+_COLON = re.compile(r"\s*:")  # behind a key
 
 
 def _replace(text: str, place: Place, value: str) -> str:
     """The text with another value of a key."""
     end = _end(place.value, place.end)
     if place.begin == end or not _is_flow(place.value):  # nothing stands there, or a mapping below the key
-        begin = text.index(":", place.key_end) + 1
-        return f"{text[:begin]} {value}{text[max(begin, end) :]}"
+        if not (colon := _COLON.match(text, place.key_end)):  # as in {data, tensor: 4}
+            return f"{text[: place.key_end]}: {value}{text[place.key_end :]}"
+        return f"{text[: colon.end()]} {value}{text[max(colon.end(), end) :]}"
     return text[: place.begin] + value + text[end:]
 
 
@@ -121,8 +123,8 @@ def _add(text: str, known: Mapping[Path, Place], path: Path, entry: str) -> str:
         last = max(siblings, key=lambda place: place.key_begin)
         indent = " " * (first.key_begin - text.rfind("\n", 0, first.key_begin) - 1)
         at = _line_end(text, _end(last.value, last.end))
-    elif above and above.begin == above.end:  # nothing stands below the key
-        at, indent = _line_end(text, text.index(":", above.key_end) + 1), "  "
+    elif above and above.begin == above.end and (colon := _COLON.match(text, above.key_end)):  # nothing stands below it
+        at, indent = _line_end(text, colon.end()), "  "
     else:
         raise _refusal(path)
     before = "" if text[:at].endswith("\n") else "\n"

@@ -68,7 +68,9 @@ def test_a_key_is_removed_with_its_line(path, lines):
     assert changed_lines(TEXT, rows.remove(TEXT, path)) == sorted(lines)
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "mesh: {}\n", "mesh:\n", "remat: block"])
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "mesh: {}\n", "mesh:\n", "remat: block", "mesh: {data}", "mesh: {data }\nremat: x"]
+)
 def test_a_mesh_axis_is_added_to_any_text(text):
     assert core_yaml.load(rows.set_value(text, ("mesh", "data"), 2))["mesh"] == {"data": 2}
 
@@ -76,6 +78,8 @@ def test_a_mesh_axis_is_added_to_any_text(text):
 def test_what_has_no_room_for_a_key_is_refused():
     with pytest.raises(InputError, match=r"mesh.data: cannot be changed where it stands"):
         rows.set_value("mesh: 8\n", ("mesh", "data"), 2)
+    with pytest.raises(InputError, match=r"mesh.data: cannot be changed where it stands"):
+        rows.set_value("{mesh}\n", ("mesh", "data"), 2)
     with pytest.raises(InputError, match="no such key"):
         rows.remove(TEXT, ("rules", "mlp"))
 
