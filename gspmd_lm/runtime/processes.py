@@ -231,9 +231,10 @@ class _Watch:
             time.sleep(0.1)
 
     def _accept(self, listener: socket.socket, secret: str) -> None:
-        while len(self.connections) < self.count - 1:
-            connection, _ = listener.accept()
-            threading.Thread(target=self._greet, args=(connection, secret), daemon=True).start()
+        with listener:
+            while len(self.connections) < self.count - 1:
+                connection, _ = listener.accept()
+                threading.Thread(target=self._greet, args=(connection, secret), daemon=True).start()
 
     def _greet(self, connection: socket.socket, secret: str) -> None:
         lines = connection.makefile("r", encoding="utf-8")

@@ -234,6 +234,8 @@ def connect(monkeypatch):
     with contextlib.ExitStack() as sockets:
         yield connect
         watch.leaving = True
+        for connection in watch.connections.values():
+            connection.close()
 
 
 def test_a_process_that_fails_while_others_connect_ends_the_first_one(connect, monkeypatch):
