@@ -7,13 +7,12 @@ import asyncio
 import base64
 import contextlib
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from gspmd_lm.runtime import endings
 from gspmd_lm.runtime.quiet import environment_without_accelerators
 
 MOST_LINE = 2**27  # bytes of an answer
@@ -72,8 +71,7 @@ class Job:
 
     def stop(self) -> None:
         """Ends the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; macOS refuses until it is reaped
-            os.killpg(self._process.pid, signal.SIGKILL)
+        endings.kill_group(self._process.pid)
 
     async def close(self) -> None:
         """Ends the process, and waits until it has ended."""

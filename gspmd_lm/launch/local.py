@@ -1,9 +1,6 @@
 """The place local: processes on this machine, a log each."""
 
-import contextlib
-import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +12,7 @@ from gspmd_lm.launch import logs as log_files
 from gspmd_lm.launch import place
 from gspmd_lm.launch.job import Job
 from gspmd_lm.launch.place import Place
+from gspmd_lm.runtime import endings
 
 
 class Local(Place):
@@ -50,8 +48,7 @@ class Local(Place):
 
     def kill(self, attempt: str) -> None:
         for process in self._running:
-            with contextlib.suppress(ProcessLookupError):  # all of it has ended
-                os.killpg(process.pid, signal.SIGKILL)
+            endings.kill_group(process.pid)
             process.wait()
 
     def script(self) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import secrets
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from gspmd_lm.errors import STOPPED, WRONG_INPUT, InputError, RunFailed
 from gspmd_lm.launch import logs
 from gspmd_lm.launch.budget import Budget
 from gspmd_lm.launch.place import CommandFailed, Place, State
+from gspmd_lm.runtime import endings
 from gspmd_lm.units import plural
 
 RECORD = "launch.json"  # in the folder of the logs: what the same command, given again, must know
@@ -209,7 +209,7 @@ class Launch:
         finally:
             for follower in followers:
                 if follower.poll() is None:
-                    os.killpg(follower.pid, signal.SIGKILL)  # with what it has started: gcloud starts ssh
+                    endings.kill_group(follower.pid)  # with what it has started: gcloud starts ssh
                 follower.wait()
         self._show(first.lines())
 

@@ -1,4 +1,7 @@
-"""How this process ends: what it does first, by whatever it ends, and what Ctrl-C and SIGTERM do to a run."""
+"""How this process ends: what it does first, by whatever it ends, and what Ctrl-C and SIGTERM do to a run.
+
+`kill_group` ends processes that it has started.
+"""
 
 import contextlib
 import ctypes
@@ -63,6 +66,12 @@ def end(code: int, message: str = "") -> NoReturn:
     finishing.start()
     finishing.join(LAST_S)
     os._exit(code)
+
+
+def kill_group(leader: int) -> None:
+    """Ends a process at once, with all that it has started. leader: its number. It has begun a group of its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; macOS refuses until it is reaped
+        os.killpg(leader, signal.SIGKILL)
 
 
 class StopSignal:
