@@ -148,7 +148,7 @@ class _Lane:
 
 
 class AheadRows:
-    """Rows that are known by their number in the run, and are read in the order of their numbers."""
+    """The rows of a run. Each has a number, and rows must be read in ascending order of their numbers."""
 
     stream = packing.InMemory(np.empty(0, np.uint32))  # rows come from no stream for which a thread would wait
 
@@ -256,12 +256,20 @@ class AheadLoader:
     rows: AheadRows
     in_order: Loader  # of the same rows
     say: Callable[[str], None]
-    description: str  # for the user: what is read
-    fingerprint: str  # equal only for equal rows
 
     epochs_per_step = 0.0  # how many rows there are is not known
     tokenizer: Path | None = None
     classes: tuple[str, ...] = ()
+
+    @property
+    def description(self) -> str:
+        """For the user: what is read."""
+        return self.in_order.description
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal only for equal rows."""
+        return self.in_order.fingerprint
 
     def batches(
         self, start_step: int, shardings: Mapping[str, jax.sharding.Sharding], stop_step: int | None = None
@@ -355,7 +363,7 @@ def _open_training(config: Config, progress: sources.Progress | None, say: Calla
         fingerprint=f"ahead-{hashlib.sha256(about.encode()).hexdigest()[:24]}",
         token_masks=token_masks(config, encoder),
     )
-    return AheadLoader(rows, loader, say, loader.description, loader.fingerprint)
+    return AheadLoader(rows, loader, say)
 
 
 def _check(config: Config) -> None:

@@ -165,11 +165,10 @@ class Reader:
         if flops:
             self.products += 1
             times = self.times(max((one.loop_depth for one in operation.operands), default=0))
-            self.record.flops[operation.phase] = self.record.flops.get(operation.phase, 0.0) + flops * times
+            self.record.flops[operation.phase] += flops * times
             if operation.phase != "recomputation" and (counted := equations.flops(operation.equation)):
                 wider = str(max((factor.dtype for factor in operation.inputs[:2]), key=lambda dtype: dtype.itemsize))
-                model_flops = self.record.model_flops
-                model_flops[wider] = model_flops.get(wider, 0.0) + counted * self.programs * times
+                self.record.model_flops[wider] += counted * self.programs * times
 
     def add_unknown(self, what: str) -> None:
         self.record.unknown[what] += 1

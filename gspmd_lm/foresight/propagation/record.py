@@ -145,14 +145,17 @@ class SavedValues:
         return float(maximum_flow(network, _BEGIN, _END).flow_value * unit)
 
 
+_no_flops = functools.partial(collections.defaultdict[str, float], float)
+
+
 @dataclasses.dataclass
 class Record:
     """The notes of the reader so far."""
 
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
-    flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of one device, by phase
+    flops: collections.defaultdict[str, float] = dataclasses.field(default_factory=_no_flops)  # of one device, by phase
     # See `Reading.model_flops_by_dtype`.
-    model_flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    model_flops: collections.defaultdict[str, float] = dataclasses.field(default_factory=_no_flops)
     unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     # An array's identity -> the shardings in which devices have it already.
     copies: dict[Any, tuple[ArraySharding, ...]] = dataclasses.field(default_factory=dict)
@@ -177,9 +180,9 @@ class Record:
     def add(self, other: "Record") -> None:
         self.transfers += other.transfers
         for phase, flops in other.flops.items():
-            self.flops[phase] = self.flops.get(phase, 0.0) + flops
+            self.flops[phase] += flops
         for dtype, flops in other.model_flops.items():
-            self.model_flops[dtype] = self.model_flops.get(dtype, 0.0) + flops
+            self.model_flops[dtype] += flops
         self.unknown += other.unknown
         self.copies = other.copies
         self.values.update(other.values)
