@@ -99,7 +99,10 @@ def replaceable(path: Path) -> bool:
 
 @contextlib.contextmanager
 def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
-    """A context in which system errors name `path` in place of no file, as on a full disk, or of one in `partial`."""
+    """A context in which system errors name `path`, if they name no file or one in `partial`.
+
+    The error of a full disk names no file.
+    """
     try:
         yield
     except OSError as error:

@@ -90,7 +90,10 @@ class SourceFile:
                 raise InputError(self.rename_copy(str(error), path, lines)) from error
 
     def rename_copy(self, text: str, path: Path, lines: formats.Span | None) -> str:
-        """A text that names the copy of some lines at a path, with the name of the file and the lines' place in it."""
+        """An error's text with the name of this file in place of `path`, which is a copy of some of its lines.
+
+        lines: their span in the file. A line of the copy is then counted "after byte" so many of the file.
+        """
         if self.far and lines and lines[0]:
             text = text.replace(f"{path}:", f"{self.name}, after byte {lines[0]:,}, line ")
         return text.replace(str(path), self.name)

@@ -149,9 +149,13 @@ def cross_attention(cfg: config.ModelConfig) -> list[Callable[[], Part]]:
     if not cfg.reads:
         return []
     cfg = cfg.memory_config
-    # It has no learned numbers of heads, the last argument of `attend`.
-    parts = attention_parts(cfg)._replace(attend=lambda module: lambda *given: attend_to_memory(*given[:-1]))
+    parts = attention_parts(cfg)._replace(attend=lambda module: _attend_to_memory)
     return [functools.partial(CrossAttention, cfg, parts, name="cross")]
+
+
+def _attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg, numbers):
+    """Cross-attention as `AttentionParts.attend` is called. It has no learned numbers of heads."""
+    return attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg)
 
 
 @functools.cache

@@ -116,7 +116,7 @@ class Experts(nn.Module):
     def _loads_and_penalties(
         self, logits_BTC: jax.Array, scores_BTC: jax.Array, at_BTkC: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """`load_C` and `penalty_B` of `RouterOutput`. Every token of the batch counts, also without a target."""
+        """load_C and penalty_B, as in `RouterOutput`. Tokens without a target count too."""
         cfg = self.cfg
         load_BC = jax.lax.stop_gradient(at_BTkC.sum((1, 2), dtype=jnp.float32))
         rows, length = scores_BTC.shape[:2]

@@ -21,7 +21,7 @@ def check_matmul_dtype(dtype: str | None, on: Processor) -> None:
 
 
 def matmul_operands(config: Config, rules: Rules, on: Processor) -> str:
-    """A line about matmuls of 8 bits, and about weights that rest in 8 bits; '' where there are none."""
+    """A line about matmuls in 8 bits, or about weights that are stored in 8 bits; '' if the model has neither."""
     model, chip, simulated = config.model, on.chip, " (simulated)" if on.platform == "cpu" else ""
     rest_in_8_bits = model.weight_dtype in EIGHT_BITS
     if model.matmul_dtype:

@@ -130,7 +130,7 @@ class TaskProgram(ShardedProgram):
         }
 
     def evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        """The totals of a batch, which evaluation adds up."""
+        """The totals of one batch. Evaluation adds up those of all batches: see `add_totals`."""
         with self.trace_under():
             return self.task.totals(params, batch)
 

@@ -283,7 +283,7 @@ class Task:
         return self.count(batch) if self.count else jnp.asarray(_rows(batch), jnp.float32)
 
     def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        """The totals of a batch, which evaluation adds up."""
+        """The totals of one batch. Evaluation adds up those of all batches."""
         if self.evaluate:
             return self._call_model(self.evaluate, params, batch)
         sums, state = self.sum_batch(params, batch, None, training=False)

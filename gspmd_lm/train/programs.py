@@ -14,7 +14,7 @@ from gspmd_lm.train.step import Step
 
 
 class MeasuredStep(NamedTuple):
-    """The measurements of a run's steps, without the first one."""
+    """What a run measured of its steps. The first step, which has one-time work, does not count."""
 
     workdir: epath.Path
     seconds: float  # of a step: the median, without evaluation and saving, and without traced steps if there are others
