@@ -31,6 +31,10 @@ LLAMA_8B = {
 WEIGHTS = dict.fromkeys(("vocab", "heads", "mlp"), "tensor")
 ROWS = {f"{array}.batch": "tensor" for array in ("cache", "decode_q", "decode_out")}
 ROWS |= {"decode_q.heads": None, "decode_out.heads": None}
+# Weights in two dimensions, as the publication has them: the features of x are over context, the others over tensor.
+SQUARES = WEIGHTS | {"vocab": ["tensor", "context"], "embed": "context"}
+SQUARES |= {"embedding.embed": None, "unembedding.embed": None}
+ROWS_OF_BOTH = {f"{array}.batch": ["tensor", "context"] for array in ("cache", "decode_q", "decode_out")}
 BOTH = {name: ["tensor", "context"] for name in ("vocab", "heads", "mlp")} | {"kv_heads": "tensor"}
 BOTH |= {f"{array}.batch": "context" for array in ("cache", "decode_q", "decode_out")}
 BOTH |= {"decode_q.heads": "tensor", "decode_out.heads": "tensor"}
@@ -39,6 +43,7 @@ BY_HEADS: dict[str, Any] = WEIGHTS | {"kv_heads": "tensor"}
 CASES = [
     ("540B, int8", PALM, "v4:4x4x4", 64, {"tensor": 64}, WEIGHTS, "in one piece", None),
     ("540B, int8", PALM, "v4:4x4x4", 64, {"tensor": 64}, WEIGHTS | ROWS, "by rows", 29.0),
+    ("540B, int8", PALM, "v4:4x4x4", 64, {"tensor": 16, "context": 4}, SQUARES | ROWS | ROWS_OF_BOTH, "by rows", 29.0),
     ("70B, int8", LLAMA_70B, "v5e:4x4", 8, {"data": 2, "tensor": 8}, BY_HEADS | {"batch": "data"}, "by heads", None),
     ("70B, int8", LLAMA_70B, "v5e:4x4", 8, {"tensor": 8, "context": 2}, BOTH, "by heads and rows", None),
     ("8B, bfloat16", LLAMA_8B, "v5e:2x4", 8, {"tensor": 8}, BY_HEADS, "by heads", None),
@@ -73,12 +78,12 @@ def main() -> None:
         matmuls, sent = human_seconds(report.prediction.matmul_s), human_bytes(report.sent_bytes)
         more = f"{report.memory_bound_share:.0%}", matmuls, sent
         print(f"| {' | '.join((*cells, *more, published))} |", flush=True)
-        found.append({"model": name, "target": target, "mesh": mesh, "cache": where, "batch": batch, "slots": SLOTS,
+        found.append({"model": name, "target": target, "mesh": axes, "cache": where, "batch": batch, "slots": SLOTS,
                       "step_ms": round(1e3 * step_s, 3), "memory_bound_ms": round(1e3 * bound_s, 3),
                       "matmul_ms": round(1e3 * report.prediction.matmul_s, 3), "sent_bytes": report.sent_bytes,
                       "published_ms": published_ms})  # fmt: skip
     if options.write:
-        measure.keep("decoding", found, "model", "target", "cache")
+        measure.keep("decoding", found, "model", "target", "mesh", "cache")
 
 
 if __name__ == "__main__":

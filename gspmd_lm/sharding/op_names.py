@@ -44,7 +44,7 @@ _NOT_MODULES = {
     "branch_1_fun",
 }
 _MODULE = re.compile(r"[a-z][\w.\-]*$|[A-Z]\w*_\d+$")  # layers; Dense_0, as flax names what has no name
-OF_TRAINING = "jit(_train)"  # what the step of train/step.py is called
+OF_TRAINING, TRAINING_MODULE = "jit(_train)", "jit__train"  # what the step of train/step.py is called, and its program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,7 +157,8 @@ def small(arguments):
         found.append("--config=small.yaml")
     if verb == "explain" and "program" not in flags:
         found += ["--rules=fsdp8"] * ("rules" not in flags) + ["--target=cpu:8"] * ("target" not in flags)
-    if any(one.startswith("--config=examples/") for one in found) and verb == "train":
+    own_config = any(one.startswith("--config=") and one != "--config=small.yaml" for one in found)
+    if own_config and verb == "train" and "dry_run" not in flags and "steps" not in flags:
         found.append("--steps=1")
     if "executable" in flags:
         found += ["--rules=fsdp", "--mesh=fsdp=2", "--steps=1"]

@@ -18,4 +18,4 @@ def saved(name, slices=()):
 
 def program(body, computations="", head=", num_partitions=8", slices=()):
     entry = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
-    return hlo.parse(f"HloModule test, is_scheduled=true{head}\n\n{computations}\n{entry}", slices)
+    return hlo.parse(f"HloModule jit__train, is_scheduled=true{head}\n\n{computations}\n{entry}", slices)

@@ -69,7 +69,7 @@ def module(body, computations="", devices=4, slices=()):
         f"  %q{n} = u8[{n}] parameter({k})\n" for k, n in enumerate(sizes, 1)
     )
     return hlo.parse(
-        f"HloModule test, is_scheduled=true, num_partitions={devices}\n\n{COMPUTATIONS}\n{computations}\nENTRY %main (p: f32[8,8]) -> f32[8,8] {{\n{given}{body}  ROOT %root = f32[8,8]{{1,0}} bitcast(%p)\n}}\n",
+        f"HloModule jit__train, is_scheduled=true, num_partitions={devices}\n\n{COMPUTATIONS}\n{computations}\nENTRY %main (p: f32[8,8]) -> f32[8,8] {{\n{given}{body}  ROOT %root = f32[8,8]{{1,0}} bitcast(%p)\n}}\n",
         slices,
     )
 

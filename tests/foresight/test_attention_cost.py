@@ -17,9 +17,9 @@ def module(call, operands, fused=False):
     names = ", ".join(f"%p{n}" for n in range(len(operands)))
     body = f"(p: f32[]) -> f32[] {{\n{given}  ROOT %r = {call.replace('ARGS', names)}\n}}\n"
     if not fused:
-        return hlo.parse(f"HloModule test\n\nENTRY %main {body}")
+        return hlo.parse(f"HloModule jit__train\n\nENTRY %main {body}")
     outside = f"{given}  ROOT %f = {call.partition(' custom-call')[0]} fusion({names}), kind=kCustom, calls=%inner\n"
-    return hlo.parse(f"HloModule test\n\n%inner {body}\nENTRY %main (p: f32[]) -> f32[] {{\n{outside}}}\n")
+    return hlo.parse(f"HloModule jit__train\n\n%inner {body}\nENTRY %main (p: f32[]) -> f32[] {{\n{outside}}}\n")
 
 
 def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128, fused=False, split=1, sees="", grid=0):

@@ -215,7 +215,7 @@ def found_in(text, mesh=None, slices=(), rules="fsdp8", arrays=()):
 
 def program(body, computations="", devices=8):
     return (
-        f"HloModule test, is_scheduled=true, num_partitions={devices}\n\n%add (a: f32[], b: f32[]) -> f32[] {{\n"
+        f"HloModule jit__train, is_scheduled=true, num_partitions={devices}\n\n%add (a: f32[], b: f32[]) -> f32[] {{\n"
         "  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n  ROOT %c = f32[] add(%a, %b)\n}\n\n"
         f"{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
     )

@@ -14,7 +14,7 @@ TILED = "{1,0:T(8,128)(2,1)}"
 
 
 def program(text, computations=""):
-    return hlo.parse(f"HloModule test\n\n{computations}\nENTRY %main (x: bf16[1]) -> bf16[1] {{\n{text}\n}}\n")
+    return hlo.parse(f"HloModule jit__train\n\n{computations}\nENTRY %main (x: bf16[1]) -> bf16[1] {{\n{text}\n}}\n")
 
 
 def gather(rows, width, dtype="bf16", of=1000, config=""):

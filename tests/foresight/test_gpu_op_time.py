@@ -25,7 +25,7 @@ def cublas(row):
     (M, N), K, factor = row["rows_columns"], row["contracted"], {8: "f8e4m3fn", 16: "bf16", 32: "f32"}[row["bits"]]
     factor = "s8" if row["result"] == "s32" else factor
     added = f', %c), config="{row["added"]}"' if row["added"] else ")"
-    return hlo.parse(f"""HloModule test
+    return hlo.parse(f"""HloModule jit__train
 
 ENTRY %main (a: f32[]) -> f32[] {{
   %a = {factor}[{M},{K}] parameter(0)
@@ -85,7 +85,7 @@ def test_what_a_gpu_adds_in_float32_is_read_and_stored_beside_the_matmul():
 def test_the_memory_that_a_library_of_a_gpu_works_in_is_not_moved():
     """cuBLAS and cuDNN ask for it as the last of their results."""
     alone = cublas({"rows_columns": [64, 64], "contracted": 64, "bits": 16, "result": "bf16", "added": False})
-    text = """HloModule test
+    text = """HloModule jit__train
 
 ENTRY %main (a: bf16[64,64]) -> (bf16[64,64], s8[33554432]) {
   %a = bf16[64,64] parameter(0)
@@ -95,7 +95,7 @@ ENTRY %main (a: bf16[64,64]) -> (bf16[64,64], s8[33554432]) {
 
 
 def test_a_call_of_python_gives_nothing_and_hyperbolic_functions_are_arithmetic():
-    text = """HloModule test
+    text = """HloModule jit__train
 
 ENTRY %main (a: f32[64,64]) -> f32[64,64] {
   %a = f32[64,64] parameter(0)
@@ -120,7 +120,7 @@ SUM = """
 def _softmax(*tiles, root="", shape="f32[64,24,144,144]"):
     """The price of a fusion that computes a softmax over rows of 144, in tiles of these sides."""
     sizes = json.dumps([{"sizes": [*map(str, tile)]} if tile else {} for tile in tiles])
-    text = f"""HloModule test
+    text = f"""HloModule jit__train
 {SUM}
 %inner (p: f32[64,24,144,144]) -> {shape} {{
   %p = f32[64,24,144,144] parameter(0)
@@ -163,7 +163,7 @@ def test_arithmetic_of_a_gpus_fusion_may_take_longer_than_its_bytes():
     def price_of(count, opcode="multiply"):
         operands = ("%x.{n}, %x.{n}" if opcode == "multiply" else "%x.{n}").format
         lines = "\n".join(f"  %x.{n + 1} = bf16[4096,4096] {opcode}({operands(n=n)})" for n in range(count))
-        text = f"""HloModule test
+        text = f"""HloModule jit__train
 
 %inner (p: bf16[4096,4096]) -> bf16[4096,4096] {{
   %x.0 = bf16[4096,4096] parameter(0)
@@ -184,7 +184,7 @@ ENTRY %main (p: bf16[4096,4096]) -> bf16[4096,4096] {{
 
 
 def test_a_gpu_is_slow_to_transpose_numbers_of_8_bits():
-    text = """HloModule test
+    text = """HloModule jit__train
 
 %inner (p: bf16[4096,4096]) -> f8e4m3fn[4096,4096] {
   %p = bf16[4096,4096] parameter(0)
@@ -204,7 +204,7 @@ ENTRY %main (p: bf16[4096,4096]) -> f8e4m3fn[4096,4096] {
 
 def scatter(result, updates, numbers, layout="", devices=1, name="", combined="add(%x, %y)"):
     indices = updates.partition(",")[0]
-    return hlo.parse(f"""HloModule test, num_partitions={devices}
+    return hlo.parse(f"""HloModule jit__train, num_partitions={devices}
 
 %sum (x: bf16[], y: bf16[]) -> bf16[] {{
   %x = bf16[] parameter(0)

@@ -11,7 +11,7 @@ from gspmd_lm.foresight import hlo
 
 LT = 'custom_call_target="__cublas$lt$matmul"'
 DIMENSIONS = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
-PROGRAM = f"""HloModule test
+PROGRAM = f"""HloModule jit__train
 
 %inside (x: bf16[32,8], y: f32[32,16]) -> f32[32,16] {{
   %x = bf16[32,8] parameter(0)

@@ -106,7 +106,7 @@ def test_a_plan_knows_that_int8_is_slow_on_hopper():
         assert fp8_s < usual_s and (int8_s > usual_s) == slow
 
 
-FUSION = """HloModule test
+FUSION = """HloModule jit__train
 
 %inner (x: f8e4m3fn[8192,4096], w: f8e4m3fn[4096,16384]) -> bf16[8192,16384] {{
   %x = {dtype}[8192,4096]{{1,0}} parameter(0)

@@ -40,11 +40,11 @@ def called(
     call = f'  ROOT %c = {shape} custom-call(%g, %x, %w), custom_call_target="{target}", metadata={{op_name="{op}"}}{told}{config}\n'
     body = f"(g: s32[8]) -> f32[] {{\n{given}{call}}}\n"
     if not fused:
-        return hlo.parse(f"HloModule test\n\nENTRY %main {body}")
+        return hlo.parse(f"HloModule jit__train\n\nENTRY %main {body}")
     outside = (
         f'{given}  ROOT %f = {shape} fusion(%g, %x, %w), kind=kCustom, calls=%inner, metadata={{op_name="{op}"}}\n'
     )
-    return hlo.parse(f"HloModule test\n\n%inner {body}\nENTRY %main (g: s32[8]) -> f32[] {{\n{outside}}}\n")
+    return hlo.parse(f"HloModule jit__train\n\n%inner {body}\nENTRY %main (g: s32[8]) -> f32[] {{\n{outside}}}\n")
 
 
 def price(module, chip=V5E):
@@ -119,9 +119,9 @@ ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
 }
 """
     rate = op_time.MATMUL_SHARE["tpu"] * 197e12
-    found = price(hlo.parse(f"HloModule test\n\n{both.replace('KERNEL', 'tpu_custom_call')}"))
+    found = price(hlo.parse(f"HloModule jit__train\n\n{both.replace('KERNEL', 'tpu_custom_call')}"))
     assert found == op_time.OpTime(pytest.approx((1e12 + 2 * 1024**3) / rate), "matmul")
-    alone = price(hlo.parse(f"HloModule test\n\n{both.replace('KERNEL', 'ZeroCrop')}"))
+    alone = price(hlo.parse(f"HloModule jit__train\n\n{both.replace('KERNEL', 'ZeroCrop')}"))
     assert alone.kind == "matmul" and alone.seconds == pytest.approx(2 * 1024**3 / rate) and not alone.unknown
 
 
@@ -218,9 +218,9 @@ def test_a_grouped_matmul_without_an_estimate_is_priced_by_its_shapes(shapes, ti
     # Small tiles read what they multiply more often from shared memory, and the last ones may be filled in part.
     speed = filled * (1 / 128 + 1 / 256) / (1 / tile[0] + 1 / tile[1])
     rate = op_time.GROUPED_SHARE * speed / H100.matmul_slowdown * 989e12
-    found = price(hlo.parse(f"HloModule test\n\n{text}"), H100)
+    found = price(hlo.parse(f"HloModule jit__train\n\n{text}"), H100)
     assert found == op_time.OpTime(pytest.approx(2 * rows * inner * columns / rate + op_time.LAUNCH_S["gpu"]), "matmul")
-    assert price(hlo.parse(f"HloModule test\n\n{text.replace('/grouped', '')}"), H100).unknown
+    assert price(hlo.parse(f"HloModule jit__train\n\n{text.replace('/grouped', '')}"), H100).unknown
 
 
 @pytest.mark.parametrize("chip", [H100, V5P])
@@ -229,7 +229,7 @@ def test_a_kernel_that_only_has_the_name_of_a_grouped_matmul_is_priced_all_the_s
     shapes = operands.split()
     lines = "\n".join(f"  %x.{n} = {shape} parameter({n})" for n, shape in enumerate(shapes))
     names = ", ".join(f"%x.{n}" for n in range(len(shapes)))
-    text = f"""HloModule test
+    text = f"""HloModule jit__train
 
 ENTRY %main () -> bf16[8,128,256] {{
 {lines}
@@ -248,7 +248,7 @@ def test_on_hopper_a_grouped_kernel_that_converts_weights_is_slow(chip, dtype, s
     fast = dataclasses.replace(CHIPS[chip], hbm_bytes_per_s=math.inf)
 
     def seconds(of_weights):
-        text = f"""HloModule test
+        text = f"""HloModule jit__train
 
 ENTRY %main (s: f32[8388608]) -> f32[] {{
   %s = f32[8388608] parameter(0)
@@ -274,7 +274,7 @@ def product(left, right, fast=False):
     shapes = [f"{dtype}[1024,1024]{{1,0}}" for dtype in (left, right, "f32")]
     given = f"  %x = {shapes[0]} parameter(0)\n  %w = {shapes[1]} parameter(1)\n"
     dot = f"  ROOT %d = {shapes[2]} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n"
-    return hlo.parse(f"HloModule test\n\nENTRY %main (x: f32[]) -> f32[] {{\n{given}{dot}}}\n")
+    return hlo.parse(f"HloModule jit__train\n\nENTRY %main (x: f32[]) -> f32[] {{\n{given}{dot}}}\n")
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_matmuls_of_programs_that_offload_are_slower():
     found = {}
     for space in ("", "S(1)", "S(5)"):  # HBM, memory on the chip, the host's
         module = hlo.parse(
-            "HloModule test\n\nENTRY %main (x: f32[]) -> f32[] {\n"
+            "HloModule jit__train\n\nENTRY %main (x: f32[]) -> f32[] {\n"
             "  %x = bf16[4096,4096]{1,0} parameter(0)\n  %w = bf16[4096,4096]{1,0} parameter(1)\n"
             f"  %h = f32[8]{{0:{space}}} parameter(2)\n"
             "  ROOT %d = bf16[4096,4096]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}\n"
@@ -353,7 +353,7 @@ def test_scores_and_their_softmax_are_attention_forward_and_backward(changes):
 
 def test_a_product_whose_name_is_lost_is_what_reads_it():
     gemm = 'custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}'
-    text = """HloModule test
+    text = """HloModule jit__train
 
 ENTRY %main (a: bf16[16,64,32]) -> f32[16,64,64] {
   %a = bf16[16,64,32]{2,1,0} parameter(0)

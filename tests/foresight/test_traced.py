@@ -67,7 +67,7 @@ def test_waiting_for_the_host_is_a_part():
 
 def test_what_a_collective_hides_behind_is_compute():
     program = module(matmul("m1", 100) + reduce("r", 150, FSDP))
-    names = {"hlo_op": "{}", "hlo_module": "test"}
+    names = {"hlo_op": "{}", "hlo_module": "jit__train"}
     one = plane([("m1", 0, 100), ("r", 20, 160)], "/device:GPU:0", "Stream #1", **names)
     found = traced_step(xspace(one), 1, program, network(CHIPS["h100"]))
     shown = {name: round(seconds * 1e9) for name, seconds in found.parts_s.items() if seconds}

@@ -162,7 +162,7 @@ def test_tokens_move_to_experts_in_the_time_that_a_compiled_program_takes(small,
     size = {"data": {"batch": 32, "seq": 4096}, "context": 4096, "embed": 1024, "heads": 8, "head_dim": 128}
     config, N = small(**EXPERTS | size, compute_dtype="bfloat16"), 32 * 4096 * 2 // 8
     on = "COMPUTE_TYPE_TILE" if "tpu7x" in target else "COMPUTE_TYPE_DEFAULT"
-    module = hlo.parse(f"""HloModule test
+    module = hlo.parse(f"""HloModule jit__train
 
 ENTRY %main (x: bf16[16384,1024], at: s32[{N}]) -> f32[16384,1024] {{
   %x = bf16[16384,1024]{{1,0:T(8,128)(2,1)}} parameter(0)

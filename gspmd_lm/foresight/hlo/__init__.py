@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.hlo.instruction import COMMENT, QUOTED, Instruction, Tables, attributes_of, comma_separated
 from gspmd_lm.foresight.hlo.shape import ARRAY, HOST_SPACE, Shape
+from gspmd_lm.foresight.hlo.shape import CHIP_SPACES as CHIP_SPACES
 from gspmd_lm.foresight.hlo.shape import Array as Array
+from gspmd_lm.sharding.op_names import TRAINING_MODULE
 
 _STRING = re.compile(QUOTED, re.S)
 _PARENTHESIS = re.compile(QUOTED + r"|[()]", re.S)
@@ -102,6 +104,11 @@ class Module:
     def operations(self) -> tuple[Instruction, ...]:
         """All instructions that run, in order: see `Computation.operations`."""
         return self.entry.operations
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a train step of this project."""
+        return self.name == TRAINING_MODULE
 
     @functools.cached_property
     def instructions(self) -> tuple[Instruction, ...]:

@@ -11,11 +11,12 @@ ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{((?:[^{}]|\{[^{}]*\})*)\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _TILED = re.compile(r"([\d,]*):.*?T\((\d+(?:,\d+)*)\)")
 HOST_SPACE = 5  # the memory space of the host in layouts of TPU programs
+CHIP_SPACES = (1, 3)  # those of memory on the chip; 3 in programs for v4
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of a shape. `memory_space` is S(n) of its layout. On TPU, 1 is on the chip and 5 is the host."""
+    """One array of a shape. `memory_space` is S(n) of its layout, and 0 is HBM."""
 
     dtype: str
     dimensions: tuple[int, ...]

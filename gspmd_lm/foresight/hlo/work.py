@@ -19,7 +19,7 @@ import numpy as np
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.equations import input_pairs
-from gspmd_lm.foresight.hlo.shape import HOST_SPACE, Array
+from gspmd_lm.foresight.hlo.shape import CHIP_SPACES, HOST_SPACE, Array
 from gspmd_lm.hardware import network
 from gspmd_lm.hardware.network import Groups
 
@@ -58,8 +58,7 @@ _LIBRARIES = ("__cublas$", "__cudnn$")  # the last result of such a call is the 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape", "get-tuple-element", "tuple", "optimization-barrier")
 _CARRIED = (*COLLECTIVES, "custom-call")  # in fusions, asynchronous collectives keep these between their steps
-_ON_CHIP = 1  # a memory space of TPU layouts
-_MEMORY = {0: "hbm", _ON_CHIP: "chip", HOST_SPACE: "host"}
+_MEMORY = {0: "hbm", HOST_SPACE: "host"} | dict.fromkeys(CHIP_SPACES, "chip")
 
 
 # FLOPs and bytes

@@ -54,6 +54,11 @@ LAUNCH_S = {"tpu": 0.0, "gpu": 2.4e-6, "cpu": 0.5e-6}
 HOST_DECISION_S = 46e-6
 # On-chip memory of a TPU is about 22 times as fast as HBM. Source: scaling-book, chapter on rooflines.
 ON_CHIP_SPEED = 22
+# Outside of train steps, with which that speed was used when constants were fitted, an operation without a matmul takes
+# what libtpu's schedules say of such operations on v4, v5e and v6e (benchmarks/few_row_schedules.py): a core reads and
+# writes so many bytes of the memory on the chip in a cycle, in the geometric mean, and needs some cycles to begin.
+ON_CHIP_BYTES_PER_CYCLE = 1800
+START_CYCLES = 57
 
 _FREE = {
     "parameter",
@@ -348,6 +353,9 @@ def _memory_time(instruction: Instruction, chip: Chip) -> OpTime:
     seconds = _memory_s(instruction, chip)
     if chip.platform == "cpu":
         seconds = max(seconds, cpu_fusions.arithmetic_s(instruction, chip))
+    if chip.platform == "tpu" and not instruction.module.trains:
+        on_chip_cycles = instruction.moved_bytes["chip"] / (ON_CHIP_BYTES_PER_CYCLE * chip.tensor_cores)
+        seconds = max(seconds, on_chip_cycles / chip.clock_hz) + START_CYCLES / chip.clock_hz
     if instruction.estimated_cycles is not None:  # without a matmul inside, often several times too long
         seconds = min(seconds, instruction.estimated_cycles / chip.clock_hz)
     return OpTime(seconds, "attention" if _is_attention(instruction) else "other")
