@@ -73,7 +73,7 @@ def test_what_a_collective_hides_behind_is_compute():
     shown = {name: round(seconds * 1e9) for name, seconds in found.parts_s.items() if seconds}
     assert shown == {"matmuls": 100, "waiting for fsdp": 60}
     unknown = plane([("mine", 160, 400)], "/device:GPU:0", "Stream #3")
-    with pytest.raises(ValueError, match="names the instructions of 50% of the time of test"):
+    with pytest.raises(ValueError, match="names the instructions of 50% of the time of jit__train"):
         traced_step(xspace(one, unknown), 1, program, network(CHIPS["h100"]))
     with pytest.raises(ValueError, match="0% of the time"):
         traced_step(xspace(plane([("m1", 0, 9)], hlo_module="another")), 1, program, network())
