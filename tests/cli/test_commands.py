@@ -131,7 +131,7 @@ VALUES = {
     "data.seq=64": "16",
     "train.eval_every": "1", "train.trackers": "[tensorboard]", "data.tokenizer=bpe:4096": "bpe:300",
     "data.source=stdlib:pairs": "pairs.jsonl",
-    "max_new_tokens": "4", "minutes": "0.0001", "WORD": "batch",
+    "max_new_tokens": "4", "minutes": "0.0001", "WORD": "batch", "FILE.yaml": "jobs/queued_resource.yaml",
 }  # fmt: skip
 
 
@@ -143,8 +143,8 @@ def small(arguments):
     verb, flags, _ = parsed(arguments)
     if arguments == [verb]:
         return None  # the name of a verb
-    if verb == "launch":
-        return ["launch", "--print", *arguments[1:]]  # it would ask for what is not here
+    if verb == "launch":  # it would ask for what is not here
+        return ["launch", "--print", *(VALUES.get(one, one) for one in arguments[1:])]
     if verb == "logs":
         return ["logs", "one.launch", "--stop"]  # which else goes on until it is interrupted
     joined = shlex.split(" ".join(map(shlex.quote, arguments)).replace("--set ", "--set="))

@@ -286,6 +286,14 @@ def test_a_weight_that_is_split_where_its_input_is_not_is_gathered_or_its_sums_a
     assert kinds(reading(lambda x, w: put(x @ w, None, None), x, w)) == [("all-reduce", "fsdp", 8 * 32 * 4, 1)]
     many = reading(lambda x, w: put(x @ w, None, None), array((512, 16)), w)
     assert kinds(many) == [("all-gather", "fsdp", 16 * 32 * 4 / 2, 1)]
+    # To scatter the sums takes as much as to gather the weight. So they are not made first, and then sent to all.
+    some = reading(lambda x, w: put(x @ w, None, None), array((16, 16)), w)
+    assert kinds(some) == [("all-gather", "fsdp", 16 * 32 * 4 / 2, 1)]
+    assert some.flops == 2 * 16 * 16 * 32 / 2  # each device could make its part of the sums
+    scattered = reading(lambda x, w: put(x @ w, "fsdp", None), array((16, 16)), w)
+    assert kinds(scattered) == [("reduce-scatter", "fsdp", 16 * 32 * 4 / 2, 1)]
+    without_other = reading(lambda x, w: put(x @ w, None, None), array((16, 16), None, "fsdp"), w)
+    assert kinds(without_other) == [("all-reduce", "fsdp", 16 * 32 * 4, 1)]
 
 
 def test_a_partial_sum_is_added_up_before_it_grows():

@@ -23,7 +23,7 @@ from gspmd_lm.foresight.propagation.sharding import (
     total_bytes,
     without,
 )
-from gspmd_lm.foresight.propagation.views import VIEWS, View
+from gspmd_lm.foresight.propagation.views import VIEWS, SplitFactor, View
 from gspmd_lm.foresight.propagation.wanted import ADDITIVE, CONSTRAINTS, Wanted, terms, use_counts, wanted_dims
 from gspmd_lm.sharding import op_names
 
@@ -138,7 +138,8 @@ class Reader:
         self.filled: dict[int, float] = {}
         # A primitive and the identities of its operands -> equations of these, each with the identity of its result.
         self.values: dict[Any, list[tuple[Any, object]]] = {}
-        self.views: dict[Any, View] = {}  # the identity of what is made of one array alone -> that array
+        # The identity of what is made of one array, beside constants and whole arrays -> that array.
+        self.views: dict[Any, View | SplitFactor] = {}
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[Record]:
@@ -246,12 +247,15 @@ class Reader:
             rows = axes_of(names for d, names in enumerate(target) if d not in source.scatter.dimension.values())
             ways += [self._scattered_elsewhere(aval, source, target, over) for over in {frozenset(), rows}]
         if ways[0].costs:  # of ways that send as much, the earliest, so that others can be made of what it brings
-            ways = [*reversed([*self._before_views(source, target)]), *ways]
+            earlier = [*reversed([*self._before_views(source, target)])]
+            is_sum = isinstance(self.views.get(source.identity), SplitFactor)  # which is computed in parts if it can be
+            ways = [*ways, *earlier] if is_sum else [*earlier, *ways]
         return min(ways, key=lambda way: way.more_bytes)
 
     def _before_views(self, source: ArraySharding, target: Dims) -> Iterator[Way]:
         """The ways to send what an array is made of, where it is made of one array alone: before a transposition, an
-        addition of a constant, or a conversion to a wider dtype. Each device then makes its part of the array."""
+        addition of a constant, a conversion to a wider dtype, or a product with what each device has. Each device then
+        makes its part of the array."""
         for _ in range(_MOST_VIEWS):
             view = self.views.get(source.identity)
             if view is None or (dims := view.dims_before(self.mesh, target)) is None:
@@ -431,7 +435,8 @@ class Reader:
         key = identity, *((one.dims, one.unreduced) for one in operation.operands)
         if key not in self.record.results:
             changing = [number for number, one in enumerate(operation.operands) if not one.is_constant]
-            results, one = self._by_rule(operation), len(outputs) == 1
+            given, one = [*operation.operands], len(outputs) == 1  # before the rule moves them
+            results = self._by_rule(operation)
             self.record.results[key] = [
                 result if result.identity is not None else result._replace(identity=identity if one else (identity, n))
                 for n, result in enumerate(results)
@@ -439,6 +444,12 @@ class Reader:
             if one and len(changing) == 1 and operation.primitive in VIEWS:
                 (number,) = changing
                 self.views[identity] = View(operation.operands[number], operation.inputs[number], operation.equation)
+            elif operation.primitive == "dot_general" and (unreduced := results[0].unreduced):
+                for number, factor in enumerate(given):
+                    other = given[1 - number]
+                    if not factor.unreduced and factor.mesh_axes >= unreduced and not other.mesh_axes & unreduced:
+                        aval = operation.inputs[number]
+                        self.views[identity] = SplitFactor(factor, aval, operation.equation, number, other)
         return self.record.results[key]
 
     def _by_rule(self, operation: Operation) -> list[ArraySharding]:

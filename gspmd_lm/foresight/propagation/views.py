@@ -130,6 +130,31 @@ class View(NamedTuple):
         return tuple(names if shape[d] == result[d] else () for d, names in enumerate(target))
 
 
+class SplitFactor(NamedTuple):
+    """One factor of a product that is a partial sum: its contracted dimensions are split, and the other factor is whole
+    there. So a device that is sent the whole factor makes its part of the product, without a sum."""
+
+    source: ArraySharding
+    aval: Any
+    equation: Any
+    number: int  # of the factor among both
+    other: ArraySharding
+
+    def dims_before(self, mesh: MeshShape, target: Dims) -> Dims | None:
+        """The sharding of the factor with which the product has the sharding `target`; None if there is none."""
+        contracted, batch = self.equation.params["dimension_numbers"]
+        factors, rest = (self.equation.invars[side].aval for side in (0, 1)), iter(target[len(batch[0]) :])
+        dims: list[list[MeshAxes]] = [[()] * factor.ndim for factor in factors]
+        for side in (0, 1):
+            for d, names in zip(batch[side], target, strict=False):
+                dims[side][d] = names
+            for d in range(len(dims[side])):
+                if d not in (*batch[side], *contracted[side]):
+                    dims[side][d] = next(rest)
+        has = zip(self.other.dims, dims[1 - self.number], strict=True)
+        return tuple(dims[self.number]) if all(a == b[: len(a)] for a, b in has) else None
+
+
 def reshaped_dims(mesh: MeshShape, dims: Dims, old: Any, new: Any) -> tuple[Dims, set[str]]:
     """The sharding of an array once it is reshaped from `old` to `new`, and the mesh axes that cannot split it then."""
     result: list[MeshAxes] = [()] * len(new)
