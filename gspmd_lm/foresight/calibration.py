@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm import versions
@@ -241,6 +242,8 @@ def time_s(program: Program) -> float:
 
     run(2)
     times = max(1, math.ceil(_LEAST_S / max(run(1), 1e-6)))
+    if jax.process_count() > 1:  # all take part in each run of a collective
+        times = int(multihost_utils.broadcast_one_to_all(np.int32(times)))
     return min(run(times) for _ in range(_RUNS)) / times / program.times
 
 

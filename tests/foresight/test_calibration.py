@@ -13,7 +13,9 @@ from gspmd_lm.foresight import calibration, hlo
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import Bandwidth, MatmulRate, reading
+from gspmd_lm.launch.local import free_port
 from tests.foresight import calibrated_here
+from tests.launched import launch, output
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,25 @@ def test_a_link_within_a_slice_or_a_rack_is_not_the_network(kind, slices, expect
     ]
     mesh = types.SimpleNamespace(devices=np.array(devices), shape={"others": 1, "group": 8})
     assert calibration.count_outer(mesh, 8) == expected and calibration.count_outer(mesh, 4) == 1
+
+
+def test_two_processes_run_each_collective_equally_often(tmp_path):
+    """Although one of them would run each of them five times as often, by its own clock."""
+    code = """
+import jax, pytest
+from gspmd_lm.foresight import calibration
+from gspmd_lm.runtime import startup
+from tests.foresight import calibrated_here
+startup.start(platform="cpu", simulated_devices=1, coordinator="127.0.0.1:PORT", num_processes=2, process_id=INDEX)
+calibrated_here.shorten(pytest.MonkeyPatch())
+calibration.COLLECTIVE_BYTES, calibration._LEAST_S = (2**8, 2**12), (0.01, 0.05)[INDEX]
+found = calibration.measure_collectives(jax.devices())
+assert all(one.processes == 2 and one.seconds > 0 for one in found)
+print(len(found))
+"""
+    code = code.replace("PORT", str(free_port()))
+    both = [launch(code.replace("INDEX", str(index))) for index in range(2)]
+    assert [output(process)[0].splitlines()[-1] for process in both] == ["10", "10"]
 
 
 def compiled(function, *arguments):
