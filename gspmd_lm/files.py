@@ -12,11 +12,13 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from etils import epath
 
 from gspmd_lm.errors import InputError
+
+Fields = TypeVar("Fields")  # a dataclass
 
 # Levels of lists and objects: Python follows a deeper value neither when it writes it nor in templates.
 DEEPEST_JSON = 500
@@ -134,6 +136,14 @@ def replace_json(path: Path | epath.Path, value: Any) -> None:
 def read_json(path: Path | epath.Path) -> Any:
     """The value that `replace_json` wrote. Raises InputError if the file is damaged or was written by other code."""
     return checked_value(path.read_bytes(), path)
+
+
+def read_fields(kind: type[Fields], path: Path | epath.Path, fix: str) -> Fields:
+    """The dataclass whose fields `replace_json` wrote. Raises InputError, with `fix`, if there are other fields."""
+    try:
+        return kind(**read_json(path))
+    except TypeError as error:
+        raise InputError(f"{path}: has other fields than this version writes{_fix(fix)}") from error
 
 
 def with_sum(value: Any) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import files
+from gspmd_lm.errors import InputError
+from gspmd_lm.launch.loop import Record
 
 
 def test_numbers_that_are_not_finite_are_null_in_a_line():
@@ -178,3 +180,13 @@ def test_json_that_shows_its_damage(tmp_path):
         path.write_bytes(damaged)
         with contextlib.suppress(ValueError):
             assert files.read_json(path) == value  # a space became a line break
+
+
+def test_fields_of_another_version_are_named(tmp_path):
+    path = tmp_path / "launch.json"
+    files.replace_json(path, {"token": "ab", "attempt": 2})
+    assert files.read_fields(Record, path, "") == Record("ab", 2)
+    for fields in ({"token": "ab", "newer": 1}, {"attempt": 2}):
+        files.replace_json(path, fields)
+        with pytest.raises(InputError, match=r"launch.json: has other fields .*\n  fix   give another"):
+            files.read_fields(Record, path, "give another")

@@ -103,11 +103,7 @@ def explain_refusal(error: InputError, begun: "Session") -> InputError:
 
 
 def _read_beginning(workdir: "epath.Path") -> Beginning:
-    path = workdir / layout.BEGINNING
-    try:
-        return Beginning(**files.read_json(path))
-    except TypeError as error:
-        raise InputError(f"{path}: other fields than --elastic writes\n  fix   delete it, and give --rules") from error
+    return files.read_fields(Beginning, workdir / layout.BEGINNING, "delete it, and give --rules")
 
 
 def _read_earlier(workdir: "epath.Path") -> "RunHistory | None":

@@ -101,7 +101,7 @@ def test_rules_of_another_kind_begin_anew(run, tmp_path):
 def test_a_damaged_beginning_is_named(run, tmp_path):
     files.replace_json(tmp_path / "beginning.json", {"devices": 6})
     code, _, err = run("train", *FLAGS, f"--workdir={tmp_path}", "--elastic")
-    assert code == 2 and f"{tmp_path}/beginning.json: other fields" in err and "\n  fix   delete it" in err
+    assert code == 2 and f"{tmp_path}/beginning.json: has other fields" in err and "\n  fix   delete it" in err
 
 
 def test_the_time_and_the_price_of_the_rest():
