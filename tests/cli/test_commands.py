@@ -132,6 +132,7 @@ VALUES = {
     "train.eval_every": "1", "train.trackers": "[tensorboard]", "data.tokenizer=bpe:4096": "bpe:300",
     "data.source=stdlib:pairs": "pairs.jsonl",
     "max_new_tokens": "4", "minutes": "0.0001", "WORD": "batch", "FILE.yaml": "jobs/queued_resource.yaml",
+    "config=MODEL": "small.yaml", "rules.pipeline.microbatches": "2",
 }  # fmt: skip
 
 
