@@ -28,22 +28,26 @@ LLAMA_8B = {
     "layers": 32, "embed": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 14336, "vocab": 128256,
     "context": 8192,
 }  # fmt: skip
+
+
+def by_rows(axes: str | list[str], heads: str | None = None) -> dict[str, Any]:
+    """Rows of a rules file that give each device some rows of the cache, and moves queries to them and results back."""
+    rows: dict[str, Any] = dict.fromkeys(("cache.batch", "decode_q.batch", "decode_out.batch"), axes)
+    return rows | dict.fromkeys(("decode_q.heads", "decode_out.heads"), heads)
+
+
 WEIGHTS = dict.fromkeys(("vocab", "heads", "mlp"), "tensor")
-ROWS = {f"{array}.batch": "tensor" for array in ("cache", "decode_q", "decode_out")}
-ROWS |= {"decode_q.heads": None, "decode_out.heads": None}
 # Weights in two dimensions, as the publication has them: the features of x are over context, the others over tensor.
 SQUARES = WEIGHTS | {"vocab": ["tensor", "context"], "embed": "context"}
-SQUARES |= {"embedding.embed": None, "unembedding.embed": None}
-ROWS_OF_BOTH = {f"{array}.batch": ["tensor", "context"] for array in ("cache", "decode_q", "decode_out")}
+SQUARES |= {"embedding.embed": None, "unembedding.embed": None} | by_rows(["tensor", "context"])
 BOTH = {name: ["tensor", "context"] for name in ("vocab", "heads", "mlp")} | {"kv_heads": "tensor"}
-BOTH |= {f"{array}.batch": "context" for array in ("cache", "decode_q", "decode_out")}
-BOTH |= {"decode_q.heads": "tensor", "decode_out.heads": "tensor"}
+BOTH |= by_rows("context", heads="tensor")
 BY_HEADS: dict[str, Any] = WEIGHTS | {"kv_heads": "tensor"}
 # model, its sizes, target, rows of a batch, mesh, rows of the rules file, where the cache lies, milliseconds published
 CASES = [
     ("540B, int8", PALM, "v4:4x4x4", 64, {"tensor": 64}, WEIGHTS, "in one piece", None),
-    ("540B, int8", PALM, "v4:4x4x4", 64, {"tensor": 64}, WEIGHTS | ROWS, "by rows", 29.0),
-    ("540B, int8", PALM, "v4:4x4x4", 64, {"tensor": 16, "context": 4}, SQUARES | ROWS | ROWS_OF_BOTH, "by rows", 29.0),
+    ("540B, int8", PALM, "v4:4x4x4", 64, {"tensor": 64}, WEIGHTS | by_rows("tensor"), "by rows", 29.0),
+    ("540B, int8", PALM, "v4:4x4x4", 64, {"tensor": 16, "context": 4}, SQUARES, "by rows", 29.0),
     ("70B, int8", LLAMA_70B, "v5e:4x4", 8, {"data": 2, "tensor": 8}, BY_HEADS | {"batch": "data"}, "by heads", None),
     ("70B, int8", LLAMA_70B, "v5e:4x4", 8, {"tensor": 8, "context": 2}, BOTH, "by heads and rows", None),
     ("8B, bfloat16", LLAMA_8B, "v5e:2x4", 8, {"tensor": 8}, BY_HEADS, "by heads", None),

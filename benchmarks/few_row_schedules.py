@@ -1,6 +1,6 @@
-"""Cycles of steps of decode in libtpu's schedules: what timing/few_rows.py and ON_CHIP_BYTES_PER_CYCLE rest on.
+"""Cycles of a layer of few rows in libtpu's schedules: what timing/few_rows.py and ON_CHIP_BYTES_PER_CYCLE rest on.
 
-    python -m benchmarks.few_row_schedules v5e v4
+    python -m benchmarks.few_row_schedules v5e v4 v6e
 
 A product of few rows is one loop over windows of its weights. While one window is multiplied, the next one is copied,
 so that it takes what its copies take, or its bundles. libtpu's estimate adds both up. A bundle takes a cycle of a core.
@@ -8,14 +8,14 @@ Of the other operations, whose arrays lie on the chip, the cycles and the bytes 
 """
 
 import itertools
-import math
 import re
 import statistics
 import sys
 
 from benchmarks.kernel_schedules import TOPOLOGIES, schedules
 from gspmd_lm.foresight import hlo
-from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.foresight.timing import few_rows
+from gspmd_lm.hardware.chips import CHIPS, Chip
 
 TOPOLOGIES = TOPOLOGIES | {"v4": "v4:2x2x1"}
 ROWS, DTYPES, INNER, COLUMNS, LAYERS = (8, 64), ("int8", "bfloat16"), 8192, 3584, 4
@@ -30,7 +30,7 @@ def main(names: list[str]) -> None:
         print(f"{name} {dtype}, {rows} rows")
         for one in (i for i in module.operations if "iteration_bounds" in i.config.get("window_config", {})):
             (schedule,) = (f for f in folder.glob(f"*-{one.name}-*final_bundles.txt") if "analysis" not in f.name)
-            cycles = count_cycles(schedule.read_text(), one, chip.tensor_cores)
+            cycles = count_cycles(schedule.read_text(), one, chip)
             if one.flops:
                 copied = one.moved_bytes["hbm"] / chip.hbm_bytes_per_s * chip.clock_hz
                 print(f"  product: copies {copied:,.0f} cycles, loop {cycles:,.0f}, "
@@ -46,11 +46,10 @@ def main(names: list[str]) -> None:
     print(f"geometric mean of {len(rates)} operations on the chip: {statistics.geometric_mean(rates):,.0f} bytes")
 
 
-def count_cycles(schedule: str, operation: hlo.Instruction, cores: int) -> float:
+def count_cycles(schedule: str, operation: hlo.Instruction, chip: Chip) -> float:
     """The bundles of a schedule that a core runs. Those of its loop run once for each window of the core."""
     inside = [found[1] != "" for line in schedule.splitlines() if (found := _BUNDLE.match(line))]
-    windows = math.prod(map(int, operation.config["window_config"]["iteration_bounds"])) / cores
-    return inside.count(False) + inside.count(True) * max(1.0, windows)
+    return inside.count(False) + inside.count(True) * few_rows.count_windows(operation, chip)
 
 
 def compile_product(name: str, dtype: str, rows: int) -> str:

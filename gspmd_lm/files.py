@@ -139,7 +139,10 @@ def read_json(path: Path | epath.Path) -> Any:
 
 
 def read_fields(kind: type[Fields], path: Path | epath.Path, fix: str) -> Fields:
-    """The dataclass whose fields `replace_json` wrote. Raises InputError, with `fix`, if there are other fields."""
+    """An instance of the dataclass `kind`, whose fields `replace_json` wrote.
+
+    Raises InputError, with `fix`, if the file has other fields, as another version writes them.
+    """
     try:
         return kind(**read_json(path))
     except TypeError as error:

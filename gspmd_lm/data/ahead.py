@@ -263,12 +263,12 @@ class AheadLoader:
 
     @property
     def description(self) -> str:
-        """For the user: what is read."""
+        """What is read, in words for the user."""
         return self.in_order.description
 
     @property
     def fingerprint(self) -> str:
-        """Equal only for equal rows."""
+        """A text that two loaders share only if they give the same rows."""
         return self.in_order.fingerprint
 
     def batches(

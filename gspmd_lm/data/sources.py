@@ -92,7 +92,7 @@ class SourceFile:
     def rename_copy(self, text: str, path: Path, lines: formats.Span | None) -> str:
         """An error's text with the name of this file in place of `path`, which is a copy of some of its lines.
 
-        lines: their span in the file. A line of the copy is then counted "after byte" so many of the file.
+        lines: the span of these lines. A place in the copy is then given as a line after so many bytes of the file.
         """
         if self.far and lines and lines[0]:
             text = text.replace(f"{path}:", f"{self.name}, after byte {lines[0]:,}, line ")

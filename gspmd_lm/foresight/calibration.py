@@ -89,7 +89,8 @@ _LEAST_S, _RUNS = 0.04, 4
 class Program(NamedTuple):
     """What is timed: a compiled function without an effect, its arguments, and how often it does its work.
 
-    one_by_one: whether a run waits for the one before. CPUs send in several runs at once, which a step cannot.
+    one_by_one: whether each run waits for the one before. Otherwise CPUs overlap the collectives of several runs, which
+    those of a step do not.
     """
 
     run: Callable[..., Any]

@@ -62,7 +62,7 @@ class Launch:
         self.folder = files.expand_user(self.job.logs).absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         record = self.folder / RECORD
-        fix = "go on with that version, or give another --name"
+        fix = "go on with the version that wrote it, or give another --name"
         self._record = files.read_fields(Record, record, fix) if record.exists() else Record(secrets.token_hex(8))
         self._has_code = False  # whether the slice has the code that stands here
         self._retries, self._failures, self._last_step = 0, 0, -1

@@ -153,8 +153,15 @@ def cross_attention(cfg: config.ModelConfig) -> list[Callable[[], Part]]:
     return [functools.partial(CrossAttention, cfg, parts, name="cross")]
 
 
-def _attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg, numbers):
-    """Cross-attention as `AttentionParts.attend` is called. It has no learned numbers of heads."""
+def _attend_to_memory(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    tokens: Tokens,
+    cfg: config.ModelConfig,
+    numbers: None,
+) -> jax.Array:
+    """Cross-attention with the arguments of `AttentionParts.attend`. It has no learned numbers of heads."""
     return attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg)
 
 

@@ -69,7 +69,10 @@ def end(code: int, message: str = "") -> NoReturn:
 
 
 def kill_group(leader: int) -> None:
-    """Ends a process at once, with all that it has started. leader: its number. It has begun a group of its own."""
+    """Kills a process that was started in a process group of its own, and all processes of the group.
+
+    leader: the ID of that process.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; macOS refuses until it is reaped
         os.killpg(leader, signal.SIGKILL)
 

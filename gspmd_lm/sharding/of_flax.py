@@ -22,7 +22,8 @@ from gspmd_lm.sharding.placement import Named
 
 PARAMS = "params"  # the collection of variables that is trained
 
-# jax notes ten lines of Python of each operation. None of them is a line that stands between a model and flax or jax.
+# jax notes the ten innermost lines of Python of each operation. These files stand between a model and flax or jax, and
+# would push the model's line out.
 for file in (__file__, constraints.__file__, products.__file__):
     source_info_util.register_exclusion(file)
 

@@ -44,7 +44,8 @@ _NOT_MODULES = {
     "branch_1_fun",
 }
 _MODULE = re.compile(r"[a-z][\w.\-]*$|[A-Z]\w*_\d+$")  # layers; Dense_0, as flax names what has no name
-OF_TRAINING, TRAINING_MODULE = "jit(_train)", "jit__train"  # what the step of train/step.py is called, and its program
+_TRAIN = "_train"  # the function in train/step.py
+OF_TRAINING, TRAINING_MODULE = f"jit({_TRAIN})", f"jit_{_TRAIN}"  # as names of its operations begin; its program's name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.hlo.instruction import COMMENT, QUOTED, Instruction, Tables, attributes_of, comma_separated
 from gspmd_lm.foresight.hlo.shape import ARRAY, HOST_SPACE, Shape
-from gspmd_lm.foresight.hlo.shape import CHIP_SPACES as CHIP_SPACES
+from gspmd_lm.foresight.hlo.shape import MEMORIES as MEMORIES
 from gspmd_lm.foresight.hlo.shape import Array as Array
 from gspmd_lm.sharding.op_names import TRAINING_MODULE
 

@@ -11,12 +11,13 @@ ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{((?:[^{}]|\{[^{}]*\})*)\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _TILED = re.compile(r"([\d,]*):.*?T\((\d+(?:,\d+)*)\)")
 HOST_SPACE = 5  # the memory space of the host in layouts of TPU programs
-CHIP_SPACES = (1, 3)  # those of memory on the chip; 3 in programs for v4
+# The memories of a TPU, by the number that layouts have for them. On-chip memory is 3 in programs for v4.
+MEMORIES = {0: "hbm", 1: "chip", 3: "chip", HOST_SPACE: "host"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of a shape. `memory_space` is S(n) of its layout, and 0 is HBM."""
+    """One array of a shape. `memory_space` is the n in S(n) of its layout, and 0 without one: see `MEMORIES`."""
 
     dtype: str
     dimensions: tuple[int, ...]

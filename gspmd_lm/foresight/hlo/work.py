@@ -19,7 +19,7 @@ import numpy as np
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.equations import input_pairs
-from gspmd_lm.foresight.hlo.shape import CHIP_SPACES, HOST_SPACE, Array
+from gspmd_lm.foresight.hlo.shape import MEMORIES, Array
 from gspmd_lm.hardware import network
 from gspmd_lm.hardware.network import Groups
 
@@ -58,7 +58,6 @@ _LIBRARIES = ("__cublas$", "__cudnn$")  # the last result of such a call is the 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape", "get-tuple-element", "tuple", "optimization-barrier")
 _CARRIED = (*COLLECTIVES, "custom-call")  # in fusions, asynchronous collectives keep these between their steps
-_MEMORY = {0: "hbm", HOST_SPACE: "host"} | dict.fromkeys(CHIP_SPACES, "chip")
 
 
 # FLOPs and bytes
@@ -170,7 +169,7 @@ def _add(traffic: collections.Counter[str], arrays: tuple[Array, ...], limit_byt
     whole = sum(array.padded_bytes for array in arrays) or 1
     share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / whole)
     for array in arrays:
-        memory = _MEMORY.get(array.memory_space)
+        memory = MEMORIES.get(array.memory_space)
         if memory:
             traffic[memory] += round(array.padded_bytes * share)
 

@@ -23,7 +23,7 @@ from gspmd_lm.foresight.propagation.sharding import (
     total_bytes,
     without,
 )
-from gspmd_lm.foresight.propagation.views import VIEWS, SplitFactor, View
+from gspmd_lm.foresight.propagation.views import SplitFactor, View, find_view
 from gspmd_lm.foresight.propagation.wanted import ADDITIVE, CONSTRAINTS, Wanted, terms, use_counts, wanted_dims
 from gspmd_lm.sharding import op_names
 
@@ -248,8 +248,9 @@ class Reader:
             ways += [self._scattered_elsewhere(aval, source, target, over) for over in {frozenset(), rows}]
         if ways[0].costs:  # of ways that send as much, the earliest, so that others can be made of what it brings
             earlier = [*reversed([*self._before_views(source, target)])]
-            is_sum = isinstance(self.views.get(source.identity), SplitFactor)  # which is computed in parts if it can be
-            ways = [*ways, *earlier] if is_sum else [*earlier, *ways]
+            # But a product is computed in parts where that sends no more.
+            is_product = isinstance(self.views.get(source.identity), SplitFactor)
+            ways = [*ways, *earlier] if is_product else [*earlier, *ways]
         return min(ways, key=lambda way: way.more_bytes)
 
     def _before_views(self, source: ArraySharding, target: Dims) -> Iterator[Way]:
@@ -434,22 +435,14 @@ class Reader:
         # XLA computes once what a program computes twice from the same arrays, where they are split alike.
         key = identity, *((one.dims, one.unreduced) for one in operation.operands)
         if key not in self.record.results:
-            changing = [number for number, one in enumerate(operation.operands) if not one.is_constant]
-            given, one = [*operation.operands], len(outputs) == 1  # before the rule moves them
+            before, one = [*operation.operands], len(outputs) == 1
             results = self._by_rule(operation)
             self.record.results[key] = [
                 result if result.identity is not None else result._replace(identity=identity if one else (identity, n))
                 for n, result in enumerate(results)
             ]
-            if one and len(changing) == 1 and operation.primitive in VIEWS:
-                (number,) = changing
-                self.views[identity] = View(operation.operands[number], operation.inputs[number], operation.equation)
-            elif operation.primitive == "dot_general" and (unreduced := results[0].unreduced):
-                for number, factor in enumerate(given):
-                    other = given[1 - number]
-                    if not factor.unreduced and factor.mesh_axes >= unreduced and not other.mesh_axes & unreduced:
-                        aval = operation.inputs[number]
-                        self.views[identity] = SplitFactor(factor, aval, operation.equation, number, other)
+            if one and (view := find_view(operation.equation, before, operation.operands, results[0])):
+                self.views[identity] = view
         return self.record.results[key]
 
     def _by_rule(self, operation: Operation) -> list[ArraySharding]:

@@ -4,6 +4,7 @@ Such an array may be sent in the form of the other one. So a device that has an 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, MeshAxes, MeshShape
@@ -153,6 +154,28 @@ class SplitFactor(NamedTuple):
                     dims[side][d] = next(rest)
         has = zip(self.other.dims, dims[1 - self.number], strict=True)
         return tuple(dims[self.number]) if all(a == b[: len(a)] for a, b in has) else None
+
+
+def find_view(
+    equation: Any, before: Sequence[ArraySharding], moved: Sequence[ArraySharding], result: ArraySharding
+) -> View | SplitFactor | None:
+    """What the result of an operation may be sent as instead; None if there is nothing else.
+
+    before, moved: its operands, before and after its rule moved them to where it needs them.
+    """
+    avals = [atom.aval for atom in equation.invars]
+    changing = [number for number, one in enumerate(before) if not one.is_constant]
+    if len(changing) == 1 and equation.primitive.name in VIEWS:
+        (number,) = changing
+        return View(moved[number], avals[number], equation)
+    if equation.primitive.name != "dot_general" or not result.unreduced:
+        return None
+    for number, factor in enumerate(before):
+        other = before[1 - number]
+        split, whole = factor.mesh_axes >= result.unreduced, not other.mesh_axes & result.unreduced
+        if split and whole and not factor.unreduced:
+            return SplitFactor(factor, avals[number], equation, number, other)
+    return None
 
 
 def reshaped_dims(mesh: MeshShape, dims: Dims, old: Any, new: Any) -> tuple[Dims, set[str]]:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from gspmd_lm.foresight.hlo import CHIP_SPACES, HOST_SPACE, Computation, Instruction, Module
+from gspmd_lm.foresight.hlo import HOST_SPACE, MEMORIES, Computation, Instruction, Module
 from gspmd_lm.foresight.hlo.work import COLLECTIVES, ENDED, CollectiveOp, rendezvous
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
@@ -191,8 +191,7 @@ class Simulation:
         updates = instruction.copies == "dynamic-update-slice"
         results = [array for array in instruction.shape.arrays if array.dimensions]
         touched = [array for array in (*operands, *results) if array.dimensions]
-        memories = 0, *CHIP_SPACES, HOST_SPACE
-        moved_bytes = min((a.padded_bytes for a in touched if a.memory_space in memories), default=0)
+        moved_bytes = min((a.padded_bytes for a in touched if a.memory_space in MEMORIES), default=0)
         from_host = operands[0].memory_space == HOST_SPACE and not updates
         to_host = not from_host and any(array.memory_space == HOST_SPACE for array in (operands[0], *results))
         if from_host or to_host:
