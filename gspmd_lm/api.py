@@ -247,9 +247,9 @@ def load(
     from gspmd_lm import session
     from gspmd_lm.infer.loaded import Model
 
-    place = str(files.expand_user(folder))
+    place = str(layout.workdir_path(str(folder)))
     published = session.read_published(place, _several(overrides))
-    if not (published or layout.is_run(Path(place))):
+    if not (published or layout.find_earlier(place, layout.CONFIG)):
         raise session.no_model(str(folder))
     config = published.config if published else load_config(f"{place}/{layout.CONFIG}", overrides, place)
     kept = None if published else layout.find_earlier(place, layout.RULES)

@@ -176,7 +176,7 @@ def seal(folder: epath.PathLike, names: Sequence[str], sealed: Sequence[str] = (
     for inner in sealed:
         theirs = json_object((folder / inner / MANIFEST).read_bytes(), folder / inner / MANIFEST)
         manifest |= {f"{inner}/{name}": its for name, its in theirs.items()}
-    others = [name for name in _files(folder, names) if name not in manifest]
+    others = [name for name in list_files(folder, names) if name not in manifest]
     with ThreadPoolExecutor() as pool:
         sums = zip(others, pool.map(sum_of, (folder / name for name in others)), strict=True)
         manifest |= {name: {"bytes": size_bytes, "sha256": sha256} for name, (size_bytes, sha256) in sums}
@@ -193,7 +193,7 @@ def damage(folder: epath.PathLike, names: Sequence[str], share: tuple[int, int] 
         manifest = json_object((folder / MANIFEST).read_bytes(), MANIFEST).items()
         sums = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest}
         sums = {name: its for name, its in sums.items() if name.partition("/")[0] in names}
-        files = _files(folder, names)
+        files = list_files(folder, names)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # flipped bits can cause any of these
         return f"{MANIFEST} cannot be read: {error}"
     mine = sorted(sums, key=lambda name: sums[name], reverse=True)[share[0] :: share[1]]
@@ -213,6 +213,18 @@ def sum_of(file: epath.PathLike) -> tuple[int, str]:
             sha256.update(block)
             size_bytes += len(block)
     return size_bytes, sha256.hexdigest()
+
+
+def list_files(folder: epath.Path, names: Sequence[str]) -> list[str]:
+    """The paths, within `folder`, of all files among `names`, sorted."""
+    paths: list[str] = []
+    for name in names:
+        path = folder / name
+        if path.is_dir():  # walk() of etils 1.15 returns paths of another type for an object store
+            paths += list_files(folder, [f"{name}/{inner.name}" for inner in path.iterdir()])
+        elif path.exists():
+            paths.append(name)
+    return sorted(paths)
 
 
 def trim(entries: Iterable[Path], limit_bytes: int, keep: Collection[str] = ()) -> None:
@@ -308,18 +320,6 @@ def has_half_characters(text: str, value: Any) -> bool:
     except UnicodeEncodeError:
         return True
     return False
-
-
-def _files(folder: epath.Path, names: Sequence[str]) -> list[str]:
-    """The paths, within `folder`, of all files among `names`, sorted."""
-    paths: list[str] = []
-    for name in names:
-        path = folder / name
-        if path.is_dir():  # walk() of etils 1.15 returns paths of another type for an object store
-            paths += _files(folder, [f"{name}/{inner.name}" for inner in path.iterdir()])
-        elif path.exists():
-            paths.append(name)
-    return sorted(paths)
 
 
 def _damage_of_file(folder: epath.Path, name: str, expected_bytes: int, expected_sha256: str) -> str:

@@ -231,9 +231,8 @@ def test_what_a_published_folder_cannot_be_asked_for(published, tmp_path, capsys
 
 
 def test_what_cannot_be_loaded(tmp_path, model):
-    for place in (tmp_path / "nothing", "gs://bucket/nothing"):
-        with pytest.raises(g.InputError, match=f"{place}: no such folder here\n  fix   give the folder of a run, .*"):
-            g.load(place)
+    with pytest.raises(g.InputError, match=r"nothing: no such folder here\n  fix   give the folder of a run, .*"):
+        g.load(tmp_path / "nothing")
     with pytest.raises(g.InputError, match=r"neither a config\.yaml nor a config\.json in it\n  fix   give the folder"):
         g.load(tmp_path)
     (tmp_path / "config.yaml").write_text((Path(model._name) / "config.yaml").read_text())

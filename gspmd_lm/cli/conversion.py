@@ -1,8 +1,10 @@
 """A Hugging Face folder turned into a workdir, and a workdir into a Hugging Face folder."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +132,15 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     if values.adapter and values.dtype:
         raise InputError("--dtype: an adapter is float32\n  fix   drop it")
     begun = inputs.begin(values, inputs.read_config(values), rules, keep_memory=False)
+    with _open_original(workdir, begun.config) as original:
+        _export_run(values, begun, workdir, original)
+    return 0
+
+
+def _export_run(values: flags.FlagValues, begun: Session, workdir: str, original: Path | None) -> None:
+    """Exports the weights of a workdir. original: the folder of the files that came with them, or None."""
     config = begun.config
     folder, model = files.expand_user(values.to), config.model
-    original = _original(workdir, config)
     like = architecture.read_config_json(original) if original else None
     of_classes = said_of_classes(config, _classes(workdir), like or {})
     if like:
@@ -189,7 +197,6 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     if begun.machine.is_main:
         every = [path for path in folder.rglob("*") if path.is_file()]
         begun.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {plural(len(every), 'file')}")
-    return 0
 
 
 def _written_anew(
@@ -236,15 +243,33 @@ def _build_step(begun: Session, config: configs.Config) -> step.Step:
     return step.build_step(config, begun.rules, arrays, begun.devices)
 
 
-def _original(workdir: str, config: configs.Config) -> Path | None:
-    """The folder of files that came with a run's weights, found also through earlier runs; None without one."""
-    at, seen = files.expand_user(workdir), set[Path]()
+@contextlib.contextmanager
+def _open_original(workdir: str, config: configs.Config) -> Iterator[Path | None]:
+    """A context with the local folder of the files that came with a run's weights; None without one.
+
+    Files in a bucket are copied until the context ends.
+    """
+    found = _find_original(workdir, config)
+    if found is None or not files.is_remote(found):
+        yield Path(found) if found else None
+        return
+    with tempfile.TemporaryDirectory() as copies:
+        for name in files.list_files(found, [path.name for path in found.iterdir()]):
+            copy = Path(copies, name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes((found / name).read_bytes())
+        yield Path(copies)
+
+
+def _find_original(workdir: str, config: configs.Config) -> epath.Path | None:
+    """The folder of the files that came with a run's weights, found also through earlier runs; None without one."""
+    at, seen = layout.workdir_path(workdir), set[epath.Path]()
     while at not in seen:
         if (at / IMPORTED / architecture.CONFIG).is_file():
             return at / IMPORTED
         seen.add(at)
         if config.train.init_from:
-            at = files.expand_user(config.train.init_from)
+            at = layout.workdir_path(config.train.init_from)
             if layout.is_run(at):
                 config = configs.load(str(at / layout.CONFIG))
     return None

@@ -42,7 +42,7 @@ class Restart:
         self._beginning: Beginning | None = None
 
     def read_rules(self) -> Rules:
-        """The rules that --rules names, else those with which the run in a local workdir began, else none."""
+        """The rules that --rules names, else those with which the run in the workdir began, else none."""
         values = self.values
         if values.rules is None and (kept := layout.find_earlier(values.workdir, layout.BEGINNING)):
             text = json.dumps(_read_beginning(layout.workdir_path(values.workdir)).rules)

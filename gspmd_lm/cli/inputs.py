@@ -197,7 +197,7 @@ def _plan_rules(values: flags.FlagValues, config: Config) -> tuple[str, str]:
         ["plan", f"--config={values.config or config.name}", f"--target={target.text}", *sets]
     )
     if kept := layout.find_earlier(values.workdir, layout.RULES):
-        text = paths.read_text(Path(kept))
+        text = paths.read_text(layout.workdir_path(kept))
         if f"{candidate.FOUND_BY}: {command} (" in text.partition("\n")[0]:
             outputs.say(f"--rules=plan: {kept} was found for these devices before")
             return kept, text

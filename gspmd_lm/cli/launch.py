@@ -63,12 +63,16 @@ def _check(job: Job) -> "tuple[float, Config]":
     from gspmd_lm.hardware import capacity
 
     capacity.read_assumptions(job.assume, "assume: ")
-    # The config and the rules of an earlier start are found in a local workdir, here as there.
+    # The config and the rules of an earlier start are found in a local workdir, here as there. This machine may lack
+    # the package and the login that a bucket needs.
     workdir = [] if files.is_remote(job.workdir) else [f"--workdir={job.workdir}"]
     values, rest = cli.parse_flags(TRAIN, [*job.arguments, *workdir])
     if rest:
         raise InputError(f"train: {rest[0]}: flags begin with --\n  fix   train: --config=NAME --rules=NAME")
     rules, config = inputs.read_rules(values), inputs.read_config(values)
+    left_out = [f"--{name}" for name in ("config", "rules") if not (workdir or values[name].value)]
+    if left_out:
+        outputs.say(f"{' and '.join(left_out)}: those of a run in {job.workdir} would count, and were not looked up")
     inputs.on_the_cpu()
     from gspmd_lm.launch import checks
 

@@ -153,11 +153,11 @@ def with_workdir_tokenizer(config: Config, workdir: str) -> Config:
 
 
 def _tokenizer_of_run(workdir: str) -> str | None:
-    """data.tokenizer in the config.yaml of a local workdir; None where there is none."""
+    """data.tokenizer in the config.yaml of a workdir; None where there is none."""
     if not (path := layout.find_earlier(workdir, layout.CONFIG)):
         return None
     try:
-        described = core_yaml.parse(read_text(Path(path)), path)
+        described = core_yaml.parse(read_text(layout.workdir_path(path)), path)
     except InputError:  # a run writes it anew
         return None
     data = described.get("data") if isinstance(described, dict) else None

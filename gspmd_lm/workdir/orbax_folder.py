@@ -20,7 +20,7 @@ from orbax.checkpoint._src.futures import future, signaling_client
 
 from gspmd_lm import files
 from gspmd_lm.errors import InputError
-from gspmd_lm.workdir import compatible
+from gspmd_lm.workdir import compatible, layout
 
 TRASH = "deleted"  # a step is moved here in one rename, so that a kill cannot leave half a step behind
 _PART = "ocdbt.process_"  # and its number: the folder of what one process writes
@@ -29,24 +29,13 @@ _LEAST_SLICE_BYTES = 2**20  # that a device writes of an array that others hold 
 
 def resolve(directory: str) -> epath.Path:
     """The absolute path of `directory`, which is looked up once, so that a wrong path stops a run before it starts."""
-    path = epath.Path(directory)
-    scheme, is_url, _ = directory.partition("://")
-    if is_url and scheme != "gs":  # Orbax 0.12.8 turns s3:// into s3:/ and calls it a relative path
-        raise InputError(
-            f"{directory}: Orbax writes checkpoints to local paths and to gs://, not to {scheme}://\n"
-            "  fix   mount the bucket as a file system and give its path, or use gs://"
-        )
+    layout.check_store(directory)
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs what it raises
-    try:
-        if not is_url:
-            path = epath.Path(files.expand_user(directory)).absolute()
-        is_other = path.exists() and not path.is_dir()
-    except ImportError as error:
-        fix = "pip install gcsfs" if scheme == "gs" else f"see to it: {error}"
-        raise InputError(f"{directory}: {scheme}:// needs a package that is not installed\n  fix   {fix}") from error
-    if is_other:
+    path, is_remote = layout.workdir_path(directory), files.is_remote(directory)
+    path = path if is_remote else path.absolute()
+    if path.exists() and not path.is_dir():
         raise InputError(f"{directory}: not a directory\n  fix   give another path for checkpoints")
-    if not is_url and glob.has_magic(str(path)):
+    if not is_remote and glob.has_magic(str(path)):
         raise InputError(
             f"{path}: Orbax takes a path with [, * or ? for a pattern and would find other files, or none\n"
             "  fix   rename the folder, or give another --workdir"

@@ -191,6 +191,28 @@ def test_a_run_that_is_stopped_before_its_first_step_leaves_no_lock(start, objec
     assert not objects.exists("bucket/early/lock.json")
 
 
+def test_a_run_is_read_where_it_is(start, store, tmp_path):
+    """Its config and rules are found, and the files that came with its weights are exported with them."""
+
+    def verb(*words):
+        ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=store, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr + ended.stdout
+        return ended.stdout
+
+    published, again = tmp_path / "published", tmp_path / "again"
+    finish(start(tmp_path / "run", "--steps=2"))
+    verb("main.py", "convert", f"--workdir={tmp_path / 'run'}", f"--to={published}")
+    (published / "LICENSE").write_text("terms")
+    verb("main.py", "convert", f"--from={published}", "--workdir=gs://bucket/imported")
+    verb("main.py", "convert", "--workdir=gs://bucket/imported", f"--to={again}")
+    assert (again / "LICENSE").read_text() == "terms"
+    assert (again / "config.json").read_text() == (published / "config.json").read_text()
+    finish(start("gs://bucket/run", "--steps=2"))
+    assert "held-out loss" in verb("main.py", "eval", "--workdir=gs://bucket/run", "--set=data.held_out=0.1")
+    loaded = "import gspmd_lm; print(gspmd_lm.load('gs://bucket/run').config.model.embed)"
+    assert verb("-c", loaded).splitlines()[-1] == "32"
+
+
 def test_programs_are_found_again_in_a_bucket(start):
     flags = "--steps=1", "--compile_cache=gs://bucket/compiled"
     assert "0 found" in finish(start("gs://bucket/cold", *flags))

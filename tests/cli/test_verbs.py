@@ -262,9 +262,10 @@ def test_the_original_is_found_by_way_of_other_runs_and_the_tokenizer_is_the_one
         begun = tmp_path / name
         begun.mkdir()
         (begun / "config.yaml").write_text(yaml.safe_dump(plain))
-    original = conversion._original(str(begun), config.load(str(begun / "config.yaml")))
-    assert original == workdir / "hugging_face"
-    assert conversion._original(str(tmp_path), config.load("tiny")) is None
+    with conversion._open_original(str(begun), config.load(str(begun / "config.yaml"))) as original:
+        assert original == workdir / "hugging_face"
+    with conversion._open_original(str(tmp_path), config.load("tiny")) as original:
+        assert original is None
     for name in ("generation_config.json", "vocab.json"):
         (tmp_path / "first" / name).touch()
     (tmp_path / "second" / "mine.json").touch()

@@ -1,5 +1,6 @@
 """What becomes of checkpoints when files are damaged, disks are full and processes are killed."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 from gspmd_lm import files
 from gspmd_lm.config import Train
 from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.workdir import layout
 from gspmd_lm.workdir.checkpoint import Checkpoints, open_checkpoints
 from tests.workdir.saved import (
     ARCHITECTURE,
@@ -265,9 +267,14 @@ def test_a_file_as_directory_is_refused(tmp_path):
         Checkpoints(str(file), keep=1, keep_every=0, architecture={})
 
 
-def test_a_store_that_orbax_cannot_write_to_is_refused():
+def test_a_store_that_orbax_cannot_write_to_is_refused(monkeypatch):
     with pytest.raises(InputError, match="not to s3://\n  fix   mount the bucket"):
         Checkpoints("s3://bucket/run", keep=1, keep_every=0, architecture={})
+    with pytest.raises(InputError, match="not to s3://\n  fix   mount the bucket"):
+        layout.find_earlier("s3://bucket/run", layout.CONFIG)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="gs:// needs a package that is not installed\n  fix   pip install gcsfs"):
+        layout.find_earlier("gs://bucket/run", layout.CONFIG)
 
 
 def test_values_that_json_cannot_hold_are_refused_at_once(run):
