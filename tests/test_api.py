@@ -193,6 +193,7 @@ def published(tmp_path_factory):
     return folder, golden
 
 
+@pytest.mark.long
 def test_a_published_folder_is_loaded_as_it_is(published):
     """It writes what transformers does, and nothing is left beside it. cli/test_verbs.py has the command line."""
     folder, golden = published

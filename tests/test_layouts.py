@@ -171,6 +171,7 @@ def test_every_array_has_known_axes_and_its_pieces_are_whole(optimizer):
             assert size % math.prod(found.mesh[name] for name in split) == 0, path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [["tiny"], pytest.param(CONFIGS, marks=pytest.mark.slow)], ids=["tiny", "all"])
 def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     configs = [config.load(name) for name in names]

@@ -300,6 +300,7 @@ def test_a_task_that_was_handed_its_sizes_has_them_in_the_other_process(monkeypa
     assert gspmd_lm.explain(handed, rules(FSDP), "cpu:8").parameters == 1024 * (128 + 8)
 
 
+@pytest.mark.long
 def test_a_model_of_nnx_is_placed_as_one_of_linen(plain_steps):
     task = plain_models.NNX
     raw = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}

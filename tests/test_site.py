@@ -41,6 +41,7 @@ def test_the_examples_are_short_and_call_what_there_is(block):
             inspect.signature(called).bind(*given, **{word.arg: None for word in node.keywords})
 
 
+@pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

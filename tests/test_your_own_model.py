@@ -245,6 +245,7 @@ CAUSES = {"data": {"rules.batch"}, "fsdp": {"rules.batch", "weights.width", "wei
 REPORTED = [pytest.param("data", marks=pytest.mark.slow), "fsdp", "tensor"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REPORTED)
 def test_every_collective_has_a_row_and_a_line(name, report_of):
     found = report_of(name).collectives

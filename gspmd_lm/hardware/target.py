@@ -34,6 +34,8 @@ _LONGEST = 256  # chips along a dimension of a slice that Google Cloud has a nam
 _CHIPS_PER_HOST = 4  # of a TPU slice of several hosts
 NO_CUDA = (0, 0)  # the compute capability of a GPU that has none
 MOST_DEVICES = 2**18  # more than the largest cluster that is known, of 200,000; jax makes an object of each
+# The words in the name of a GPU that tell the boards of one chip apart. Their clocks, memory and links differ.
+_BOARD = re.compile(r"(?i)\b(?:\d+GB|PCIe|NVL|SXM\d?|MIG|Laptop)\b")
 _WHOLE = "[1-9][0-9]{0,17}"  # a whole number, which Python can read
 _GBPS = range(10, 12_801)  # that the network of a host may have
 _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, v5p-128, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
@@ -335,6 +337,8 @@ def from_devices(devices: Sequence[Any], chip_file: str = "") -> Target:
             f"--chip={chip_file}: describes a {chip.platform}, and the devices here are {platform}s\n"
             f"  fix   {versions.program()} calibrate --out=my.yaml measures them"
         )
+    if chip and platform == "gpu" and not chip_file:
+        chip = _with_note_of_board(chip, first.device_kind)
     if chip and platform == "gpu" and (limit_bytes := _limit_bytes(devices)):
         chip = dataclasses.replace(chip, usable_hbm_bytes=limit_bytes)
     if chip is None or chip.platform == "cpu":
@@ -351,6 +355,16 @@ def from_devices(devices: Sequence[Any], chip_file: str = "") -> Target:
     topology = tuple(max(along) - min(along) + 1 for along in corners)[: chip.torus_dimensions]
     text = f"{name}:{'x'.join(map(str, topology))}"
     return Target(f"{slices}@{text}" if slices > 1 else text, "tpu", chip, topology, slices)
+
+
+def _with_note_of_board(chip: Chip, device_kind: str) -> Chip:
+    """The chip, with a note if `device_kind` names another board of it than the one whose figures are in the table."""
+    described = chip.gpu.description if chip.gpu else ""
+    here, known = ({word.lower() for word in _BOARD.findall(name)} for name in (device_kind, described))
+    if here <= known:
+        return chip
+    note = f"never compared with a measured step; figures of {described}, and this is {device_kind}"
+    return dataclasses.replace(chip, note=f"{note}: {versions.program()} calibrate measures it")
 
 
 def _limit_bytes(devices: Sequence[Any]) -> int | None:

@@ -454,6 +454,7 @@ def test_an_interrupt_has_its_own_code(monkeypatch):
     assert end.value.code == 130
 
 
+@pytest.mark.long
 def test_a_pod_in_seconds_on_a_laptop():
     """512 devices are simulated, none of 405B weights is allocated; nothing but the table is printed."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PJRT_NPROC", "NPROC", "XLA_FLAGS")}

@@ -99,6 +99,7 @@ def test_every_flag_is_run():
         assert set(verb.flags()) - had[verb.name] == set(), verb.name
 
 
+@pytest.mark.long
 def test_short_commands(run, tmp_path, monkeypatch):
     monkeypatch.chdir(documented.make_folder(tmp_path / "all"))
     calibrated_here.shorten(monkeypatch)

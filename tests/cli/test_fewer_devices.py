@@ -46,6 +46,7 @@ def undisturbed(tmp_path_factory):
     return run_once
 
 
+@pytest.mark.long
 def test_six_devices_then_three_then_six(run, tmp_path, undisturbed):
     """Sixteen rows do not divide over six, nor over three, nor does the width."""
 
@@ -89,6 +90,7 @@ def test_one_of_four_slices_is_lost(run, tmp_path, undisturbed, monkeypatch):
     np.testing.assert_allclose(losses(tmp_path), undisturbed(run), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_rules_of_another_kind_begin_anew(run, tmp_path):
     """Other rules than those with which the run began are taken as they are, where they fit."""
     place = f"--workdir={tmp_path}", "--elastic", "--set=train.steps=2"

@@ -123,6 +123,7 @@ def shown(word):
     return re.findall(r"^  (\S+): ", keys.text(word), re.M)
 
 
+@pytest.mark.long
 def test_the_keys_that_contain_a_word():
     groups = [*keys.every_key()]
     assert shown("rope") == [key.name for group in groups for key in group.keys

@@ -140,6 +140,7 @@ def test_sampling_flags_need_a_temperature(verb, workdir):
     assert (code, out) == (2, "") and "temperature 0 takes the best token\n  fix   --temperature=0.8" in err
 
 
+@pytest.mark.long
 def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
     text, lines = tmp_path / "text.txt", tmp_path / "in.jsonl"
     text.write_text("0123456789" * 10)
@@ -182,6 +183,7 @@ def test_weights_of_8_bits_are_made_while_they_are_read(verb, workdir, folder, t
     assert said[0] == said[1]
 
 
+@pytest.mark.long
 def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb, workdir, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("0123456789" * 10)
@@ -227,6 +229,7 @@ def test_weights_that_do_not_fit_are_refused_by_counting(verb, folder, workdir, 
     assert "needed before anything is computed (weights 0.0001" in err and not (tmp_path / "new").exists()
 
 
+@pytest.mark.long
 def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):
     plain = yaml.safe_load((workdir / "config.yaml").read_text())
     assert plain["model"]["padded_vocab"] == 264 and plain["data"]["tokenizer"] == "bytes"

@@ -383,11 +383,13 @@ def check_index(text):
         assert name in places[where.path.name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", [pytest.param(8, id="some"), MANY])
 def test_a_config(examples):
     draws(check_config, configs(), examples)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", [pytest.param(200, id="some"), MANY])
 def test_a_file(examples):
     draws(check_file, files(), examples)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.convert import ours, references
 
@@ -33,6 +34,7 @@ print("files", len(list((folder / "out").iterdir())))
 """
 
 
+@pytest.mark.long
 def test_two_hosts(tmp_path):
     golden = references.load("gpt2")
     golden.folder(tmp_path / "in")

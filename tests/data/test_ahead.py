@@ -86,6 +86,7 @@ def test_rows_are_the_same_for_any_share_and_from_any_step_on(opened, texts, cap
     assert _equal(_read(lost, range(40, 41)), want[40:41]) and "lane 3 is counted from its beginning" in caplog.text
 
 
+@pytest.mark.long
 def test_an_epoch_has_each_document_once_in_an_order_of_the_seed(opened, texts):
     """With one lane: the bytes of its rows are those of all documents."""
     orders = []

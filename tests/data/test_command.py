@@ -42,6 +42,7 @@ def run(capsys):
     return call
 
 
+@pytest.mark.long
 def test_a_folder_of_texts_in_one_command(run, folder):
     code, said = run("--dry_run", "--rules=none", *FLAGS, *OWN)
     assert code == 0 and "384" in said and not (folder / "cache").exists()  # the size is known before the tokenizer is

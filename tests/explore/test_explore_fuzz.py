@@ -75,6 +75,7 @@ def requests(draw, text):
     yield "edit", {draw.choice(("batch", "seq", "set", "config", "target", "nothing")): draw.choice(anything)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
 def test_no_text_and_no_request_ends_the_workbench(open_bench, count, tmp_path, monkeypatch):
     monkeypatch.setattr(workbench, "RULES", tmp_path)

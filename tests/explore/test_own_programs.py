@@ -8,6 +8,7 @@ from gspmd_lm.explore.figures import Figures
 from gspmd_lm.explore.subject import Subject
 
 
+@pytest.mark.long
 def test_a_model_of_a_file_is_edited_as_a_config_is(open_bench):
     with open_bench("examples/rules/fsdp.yaml", "v5p:2x2x2", program="examples/mixer.py:TASK") as bench:
         shown = bench.finished()

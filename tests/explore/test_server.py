@@ -107,6 +107,7 @@ def test_events_tell_the_state_when_it_changes(tiny):
         assert name == "event: state" and json.loads(data.removeprefix("data: ")).keys() == tiny.state().keys()
 
 
+@pytest.mark.long
 def test_processes_that_end_or_take_too_long_are_started_anew(tiny, monkeypatch):
     good = tiny.edit(
         text="mesh: {tensor: 8}\nrules: {heads: tensor, kv_heads: tensor}\n", target="cpu:8", config="tiny"

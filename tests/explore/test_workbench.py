@@ -132,6 +132,7 @@ def test_a_control_writes_into_the_text_and_a_pin_compares(tiny):
     assert tiny.state()["headline"]["figures"][0]["pinned"] is None
 
 
+@pytest.mark.long
 def test_compiled_figures_are_those_of_explain_and_an_edit_stops_a_compilation(tiny):
     assert tiny.post("compile").status_code == 200
     assert tiny.state()["compile"]["running"]
@@ -153,6 +154,7 @@ def test_compiled_figures_are_those_of_explain_and_an_edit_stops_a_compilation(t
     assert tiny.edit(text=quick + "remat: block\n")["headline"]["memory"]["compiled"] is None
 
 
+@pytest.mark.long
 def test_a_search_gives_points_as_they_come_and_any_of_them_is_loaded(tiny):
     tiny.post("search")
     shown = tiny.until(lambda state: state["search"]["points"] and not state["search"]["running"])

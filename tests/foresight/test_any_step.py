@@ -104,6 +104,7 @@ def test_the_example_is_explained_from_the_command_line(monkeypatch, capsys):
     assert "--rules --phase: this step has no config and no rules" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("guard", "command", "code"),
     [

@@ -136,6 +136,7 @@ def test_what_is_outside_the_layers(moved):
     assert {rows for one in scale for rows in one.rules} == {"rules.batch", "rules.residual.seq"}
 
 
+@pytest.mark.long
 def test_a_move_that_nobody_asked_for_names_the_rows_around_it_and_loops_in_loops_are_multiplied(moved):
     loaded = rules_file.load("dp2_tp4")
     rows = [Row("here", "rules", "attention_out", axis, names) for axis, names in (("seq", ("tensor",)), ("heads", ()))]

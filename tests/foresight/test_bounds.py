@@ -416,6 +416,7 @@ def test_of_a_mixture_only_the_chosen_experts_count():
 CONTEXT = {"mesh": {"context": 8}, "rules": {"seq": "context"}, "remat": "none"}
 
 
+@pytest.mark.long
 def test_a_split_sequence_gathers_keys_or_passes_them_or_exchanges_heads(floor_of):
     """Of one layer: what attention sends beside the sums of gradients, which all forms have in common."""
     key_bytes = 2 * 2 * TOKENS * 8 * 128  # keys and values in bfloat16
@@ -433,6 +434,7 @@ def test_a_split_sequence_gathers_keys_or_passes_them_or_exchanges_heads(floor_o
     assert sent("ulysses", "block") == pytest.approx(gathered - 2 * passed + 3 * exchanged, rel=1e-4)
 
 
+@pytest.mark.long
 def test_tokens_travel_to_their_experts_and_back(built, read, monkeypatch):
     """Twice each way in a step, 2 experts of 8 for each token, and once more there for what is computed again.
 

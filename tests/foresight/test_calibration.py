@@ -69,6 +69,7 @@ def test_a_link_within_a_slice_or_a_rack_is_not_the_network(kind, slices, expect
     assert calibration.count_outer(mesh, 8) == expected and calibration.count_outer(mesh, 4) == 1
 
 
+@pytest.mark.long
 def test_two_processes_run_each_collective_equally_often(tmp_path):
     """Although one of them would run each of them five times as often, by its own clock."""
     code = """

@@ -102,6 +102,7 @@ def test_what_is_wrong_is_said_before_anything_is_compiled(run, monkeypatch, arg
     assert code == 2 and said in errors and fix in errors
 
 
+@pytest.mark.long
 def test_an_exported_step_is_that_of_its_config_alone(run, tmp_path):
     """cli/test_commands.py trains with one."""
     path, data = tmp_path / "step", ("--set=data.source=random:64", "--set=data.held_out=0.0")
@@ -112,6 +113,7 @@ def test_an_exported_step_is_that_of_its_config_alone(run, tmp_path):
     assert code == 2 and "make it anew with explain --export" in errors
 
 
+@pytest.mark.long
 def test_a_run_says_what_it_will_cost_and_one_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):
     """test_memory.py has memory of just the bytes that a program needs."""
     data = "--set=data.source=random:64", "--set=data.held_out=0.0"

@@ -43,6 +43,7 @@ def floor_of(dtype, chip, *more):
     return training_bounds(built.task, built.rules, arrays, CHIPS[chip], recorded, reading)
 
 
+@pytest.mark.long
 def test_the_floor_of_a_step():
     """Products of block weights at the rate of their operands, and half the bytes where weights are gathered."""
     usual, found = floor_of(None, "v5p"), floor_of("int8", "v5p")
@@ -54,6 +55,7 @@ def test_the_floor_of_a_step():
     assert -0.02 * gathered < scales_bytes < 0
 
 
+@pytest.mark.long
 def test_the_gradients_of_experts_matrices_are_no_products_of_8_bits():
     """Of three products, two are twice as fast."""
     experts = [f"model.{one}" for one in ("experts.count=8", "experts.per_token=2", f"experts.mlp={4 * D}")]

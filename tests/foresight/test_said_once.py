@@ -197,6 +197,7 @@ def check_unnamed_rows(find, config, rules, keys=None):
     return moved
 
 
+@pytest.mark.long
 def test_new_weights_are_gathered_from_where_the_optimizer_has_them(small, compiled):
     """And the floor is close to what is sent: also of biases and of positions that are learned."""
     biased = {name: True for name in ("norm.bias", "feed_forward.bias", "attention.qkv_bias")}
@@ -215,6 +216,7 @@ def split_queries():
     return rules_file.from_dict({"mesh": {"data": 2, "context": 4}, "rules": rows}, "here.yaml")
 
 
+@pytest.mark.long
 def test_split_queries_are_the_cause(small, moved_by):
     moved = check_unnamed_rows(moved_by, small(), split_queries(), ["rules.residual.seq"])
     inside = [one for one in moved if one.mesh_axes == ("context",) and one.op.startswith("layers.attention")
@@ -256,6 +258,7 @@ def mixed(form):
     return rules_file.from_dict(raw, "here.yaml")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "form"),
     [

@@ -166,6 +166,28 @@ class Device:
         return {"bytes_limit": 60 * 10**9} if self.process_index == 0 else None
 
 
+@pytest.mark.parametrize(
+    ("device_kind", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100"),
+        ("NVIDIA H200 NVL", "h200"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+    ],
+)
+def test_another_board_of_a_chip_is_said(device_kind, name):
+    chip = target.from_devices([Device(device_kind, "gpu", process=1)]).chip
+    assert chip.name == name and f"and this is {device_kind}: " in chip.note and "calibrate measures it" in chip.note
+
+
+def test_boards_whose_figures_are_in_the_table_are_not_said():
+    for device_kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "NVIDIA L4"):
+        chip = target.from_devices([Device(device_kind, "gpu", process=1)]).chip
+        assert "and this is" not in chip.note
+
+
 def test_the_target_that_real_devices_are():
     cube = [Device("TPU v5", coords=(x, y, z)) for x in range(4) for y in range(4) for z in range(4)]
     assert target.from_devices(cube) == target.parse("v5p:4x4x4")

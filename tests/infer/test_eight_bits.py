@@ -37,6 +37,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "dtype", "model"), LAYOUTS)
 def test_a_layout_never_changes_a_token(layout, dtype, model, speaking, generator, prompts):
     cfg = speaking(weight_dtype=dtype, **model)

@@ -43,6 +43,7 @@ def written(speaking, generator, prompts):
 
 
 # By default, Whisper in convert/test_kinds.py and a decoder in test_generate.py have learned positions.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model", [pytest.param(T5, id="T5"), pytest.param(LEARNED, marks=pytest.mark.slow, id="learned")]
 )
@@ -67,6 +68,7 @@ def test_a_cache_changes_no_token(model, written, weights, speaking, prompts):
     assert len({token for text in found for token in text}) > 5  # what repeats itself shows little
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rules",
     ["fsdp2_tp4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("decode_tp8", "dp2_tp4", SPLIT))],

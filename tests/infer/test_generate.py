@@ -158,6 +158,7 @@ SLOW = ("dp2_tp4", "decode_tp8", "decode_tp8, latent", "fsdp2_tp4", "slots split
         *MIXTURES)  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in (*LAYOUTS, *MIXTURES)]
 )

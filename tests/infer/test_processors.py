@@ -133,6 +133,7 @@ def test_sampling_that_the_file_asks_for_and_nobody_else_is_said(beside, tmp_pat
     assert said(Sampling(0.8), **asks) == ["top_k=20; other tokens are sampled from, unless you set these yourself"]
 
 
+@pytest.mark.long
 def test_generation_chooses_among_processed_logits(speaking, filled, weights, prompts, generator):
     """In a ragged batch, with a cache: as whole texts and the definitions say. Without processors nothing is added."""
     cfg = speaking(layers=1)

@@ -45,6 +45,7 @@ def loss(params, cfg):
         return losses(x_BTD, table, bias, jnp.roll(tokens, -1, 1), cfg).loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fields",
     [
@@ -78,6 +79,7 @@ def test_merging_computes_the_same_and_so_do_gradients(small, fields):
         assert np.linalg.norm(b) > 0, path
 
 
+@pytest.mark.long
 def test_training_begins_at_the_base_model(small):
     cfg = model(small)
     params = nn.unbox(jax.jit(init, static_argnums=0)(cfg, jax.random.key(0)))

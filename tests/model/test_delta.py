@@ -76,6 +76,7 @@ def test_nothing_leaves_a_document(model):
         assert abs(one[changed] - other[changed]).max() > 0.1
 
 
+@pytest.mark.long
 def test_a_state_goes_from_prompts_of_any_length_to_the_next_tokens(model):
     """Prompts with padding before them, one of them shorter than the short convolution, and two tokens more."""
     cfg, params = model

@@ -366,6 +366,7 @@ def test_a_token_whose_weight_is_zero_gives_no_gradient_and_no_nan(small):
     assert all(np.isfinite(dw).all() for dw in jax.tree.leaves(found)) and np.asarray(found["w_down"]).any()
 
 
+@pytest.mark.long
 def test_penalties_and_loads(small):
     """Equal loads cost experts.balance_weight, whatever the router is sure of; rows are balanced by themselves."""
     cfg = small(
@@ -402,6 +403,7 @@ def moved_by_loads(frozen, cfg):
     return jax.jit(lambda frozen, loads: balance_experts(frozen, loads, cfg))(frozen, loads)
 
 
+@pytest.mark.long
 def test_the_bias_moves_against_the_load(small):
     """Layers after a dense one, in a pattern of two that does not divide them."""
     kinds = {"layer_pattern": ("full", "nope"), "experts.dense_layers": 1, "layers": 4}
@@ -423,6 +425,7 @@ def test_the_bias_moves_against_the_load(small):
     np.testing.assert_array_equal(still["layer_3"]["mlp"]["balance_bias"], [0.25, -0.25])
 
 
+@pytest.mark.long
 def test_the_bias_of_every_second_layer_moves(small):
     """Loads are of the layers with experts alone: layers 1, 3 and 5 of turns of four, of which the second is cut."""
     kinds = {"layer_pattern": ("full", "full", "full", "nope"), "experts.step": 2, "layers": 6}

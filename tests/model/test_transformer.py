@@ -217,6 +217,7 @@ def test_norms_of_bfloat16_are_computed_in_float32(kind, small):
     assert found.dtype == jnp.bfloat16 and np.mean(found == y.astype(jnp.bfloat16)) > 0.99
 
 
+@pytest.mark.long
 def test_gradients_add_up_in_float32(small):
     """Those of 1024 equal rows are sums of equal ones: in bfloat16 they would stop growing at 256 of them."""
     biases = {name: True for name in ("norm.bias", "attention.qkv_bias", "attention.out_bias", "feed_forward.bias")}

@@ -24,6 +24,7 @@ def estimated(kv_heads):
     return planned(kv_heads, most=0)
 
 
+@pytest.mark.long
 def test_the_cache_of_one_key_head_lies_by_rows_and_that_of_many_by_heads():
     """The cache takes longer to read than the weights, so that no device may hold more of it than its share."""
     one, many = estimated(1), estimated(8)

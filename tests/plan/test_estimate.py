@@ -185,6 +185,7 @@ ENTRY %main (x: bf16[16384,1024], at: s32[{N}]) -> f32[16384,1024] {{
     assert not any(one.op in again[kept] for one in found)
 
 
+@pytest.mark.long
 def test_sums_of_the_results_of_few_experts_take_their_tiles(small, monkeypatch):
     """Forward and backward, in each layer; more experts than 4 fill registers."""
 

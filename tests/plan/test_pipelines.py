@@ -50,6 +50,7 @@ def test_what_stages_send_is_what_the_trace_says(llama, simulated, built, read, 
     assert estimate == pytest.approx(sent, rel=6e-3 if pipeline.schedule == "1f1b" else 3e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pipeline", "microbatches"),
     [

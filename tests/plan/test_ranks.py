@@ -51,6 +51,7 @@ def test_where_nothing_was_compiled_no_error_of_prices_is_known():
     assert known_errors.estimate_error(targets.parse("cpu:8")) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["8-layers-h100:8", pytest.param("8-layers-h100:2x8", marks=pytest.mark.slow)])
 def test_pipelines_are_estimated_as_well_as_layouts_without(name):
     bench = plan.Bench(name, "plan_stages")

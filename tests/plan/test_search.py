@@ -75,6 +75,7 @@ class Compiler:
         )
 
 
+@pytest.mark.long
 def test_the_fastest_is_found_with_few_compilations_and_the_search_stops(config):
     compiler = Compiler(config)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
@@ -146,6 +147,7 @@ def test_only_what_needs_no_less_than_a_like_layout_that_did_not_fit_is_dropped(
         assert not dropped(layout(), other)
 
 
+@pytest.mark.long
 def test_far_above_the_limit_nothing_is_compiled():
     large = configs.load("llama3_405b", ["data.batch=2", "data.seq=1024"])
     compiler = Compiler(large)

@@ -153,6 +153,7 @@ def test_what_latent_attention_sends_is_what_the_trace_says(small, built, sent, 
         assert estimator.estimate(step.rules).sent_by_axis == pytest.approx(sent(step), rel=9e-3)  # scales are left out
 
 
+@pytest.mark.long
 def test_forms_of_a_split_sequence_have_traces_of_their_own(small, built, sent):
     """Latent attention gathers vectors or keys, as the form says, so an estimate is none of another form's trace."""
     config = small(**LATENT)

@@ -125,6 +125,7 @@ def test_axes_that_do_not_divide_stay_whole(found):
     assert all("kv_heads" not in raw["rules"] and raw["rules"]["heads"] == "tensor" for raw in eight)
 
 
+@pytest.mark.long
 def test_slices_are_crossed_by_stages_data_or_fsdp_and_never_by_tensor(small, space_of):
     config = small(compute_dtype="bfloat16", data={"batch": 4})
     found = list(space_of(config, "2@v5e:1x1"))

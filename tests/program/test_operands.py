@@ -107,6 +107,7 @@ OTHERS = [pytest.param(*one, marks=pytest.mark.slow) for one in (
     (PARTS_OF_MATRICES, "fp8", OF_EXPERTS), ("cp8", "int8", LATENT))]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "dtype", "model"), [(PARTS_OF_MATRICES, "int8", OF_EXPERTS), *OTHERS])
 def test_a_layout_changes_nothing_of_experts_and_of_latent_attention(layout, dtype, model, small, course):
     config = eight(small, dtype, **model)
@@ -131,6 +132,7 @@ def test_microbatches_change_nothing_between_layouts(layout, dtype, small, cours
     agree(course(config, layout, microbatches=4), alone, gradients=ONE_ROUNDED)
 
 
+@pytest.mark.long
 def test_what_is_gathered_of_the_weights_of_blocks_has_8_bits(small, course):
     """Twice each: forward and backward. The other weights are gathered as before."""
     config = eight(small, "int8")

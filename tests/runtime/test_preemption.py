@@ -4,6 +4,7 @@ import threading
 import time
 
 import jax
+import pytest
 
 from gspmd_lm.runtime import processes
 from gspmd_lm.runtime.preemption import Agreement
@@ -35,6 +36,7 @@ class Store:
             self.values = {key: value for key, value in self.values.items() if not key.startswith(f"{folder}/")}
 
 
+@pytest.mark.long
 def test_nothing_is_sent_while_nobody_wants_anything_and_a_thing_is_announced_at_once(monkeypatch):
     store = Store()
     monkeypatch.setattr(processes, "several", lambda: True)

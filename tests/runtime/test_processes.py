@@ -118,6 +118,7 @@ def test_the_command_of_the_readme(tmp_path, capfd):
 STAGES = "--set=model.layers=2", "--rules=pp2_fsdp2_tp2", "--set=rules.pipeline.schedule=1f1b"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "and_a_task"),
     [

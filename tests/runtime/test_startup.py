@@ -137,6 +137,7 @@ def test_the_memory_of_a_gpu_that_is_taken_is_set_unless_the_user_has_and_is_sai
     assert chips.CHIPS["h100"].usable_hbm_bytes == int(0.92 * chips.CHIPS["h100"].hbm_bytes)
 
 
+@pytest.mark.long
 def test_a_platform_that_is_not_there(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.92")  # as a start on GPUs sets it
     before: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
@@ -256,6 +257,7 @@ def test_steps_of_a_slurm_job_meet_at_ports_of_their_own_and_a_process_alone_at_
     assert met == (joined if tasks == "2" else [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["flags", pytest.param("slurm", marks=pytest.mark.slow)])  # test_jobs.py has Slurm
 def test_two_processes_reduce_together_and_stop_at_the_same_step(way):
     """SIGTERM with flags, Ctrl-C under Slurm, each on the second process, which is slower than the first one."""

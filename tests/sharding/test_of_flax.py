@@ -75,6 +75,7 @@ def test_dimensions_without_names_stay_whole_with_one_warning(caplog):
         assert axes in row and at_rest in row
 
 
+@pytest.mark.long
 def test_a_model_with_few_names_has_the_losses_of_one_device():
     task, found = partly(), []
     rows = np.random.default_rng(0).normal(size=(32, own_models.POSITIONS, own_models.WIDTH)).astype(np.float32)

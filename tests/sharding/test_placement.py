@@ -73,6 +73,7 @@ SUMS = [("retm,retd->remd", axes, (8, 4, 256, rows), (8, 4, 256, columns)) for a
 SUMS.append(("rtd,rtnh->rdnh", ("embed", "heads", "head_dim"), (8, 1024, 768), (8, 1024, 12, 64)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [SUMS[::4], pytest.param(SUMS, marks=pytest.mark.slow)], ids=len)
 def test_a_tpu_gives_each_device_only_its_piece_of_a_sum(cases):
     """However long the piece is that a device keeps of an expert's columns, of its rows, or of rows of narrow heads."""

@@ -113,6 +113,7 @@ def test_no_shipped_layout_reshards_in_the_layers(moved, layout, remat):
     assert [c for c in loop if c.kind in RESHARDING] == []
 
 
+@pytest.mark.long
 def test_chunks_of_the_loss_move_no_tokens_of_a_split_sequence(moved, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", 32)
     rules = rules_file.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
@@ -130,6 +131,7 @@ def test_a_layout_made_to_reshard_is_caught(moved):
     assert [c for c in loop if c.kind in RESHARDING] != []
 
 
+@pytest.mark.long
 def test_the_program_does_not_grow_with_depth_or_width_of_the_mesh(text):
     lines = {
         (layers, tensor): len(

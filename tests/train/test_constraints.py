@@ -153,6 +153,7 @@ def test_new_rules_are_not_mistaken_for_old_ones(small, built):
     assert '"fsdp"' in texts[1] and '"fsdp"' not in texts[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["fsdp2_tp4", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_the_initial_weights_do_not_depend_on_the_layout(layout, small, built):
     config = small(

@@ -64,6 +64,7 @@ def test_a_start_after_divergence_goes_on_from_the_newest_healthy_checkpoint(run
     assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 4, 5, 7]
 
 
+@pytest.mark.long
 def test_a_step_can_be_gone_back_to_on_purpose(run, diverged, tmp_path):
     workdir, _, sound = diverged
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)

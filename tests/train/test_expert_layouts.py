@@ -137,6 +137,7 @@ def computed(small, built, batch_of):
     return under
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_losses_and_gradients_do_not_depend_on_the_layout(computed, name):
     agree(computed, name, {"experts.balance": "row"} if "microbatches" in name else {})

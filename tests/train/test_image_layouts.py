@@ -50,6 +50,7 @@ CASES.append(("fsdp2_tp4", "shifted"))
 DEFAULT = [("fsdp2_tp4", "vit, biases of beit")]  # test_mask_layouts.py has windows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "kind"), [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 )

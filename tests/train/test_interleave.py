@@ -39,6 +39,7 @@ def trained(layout, parts, *sets):
     return jax.device_get(gradients), sent, text.count("dot_general"), text.count("optimization_barrier")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "parts", "sets"),
     [

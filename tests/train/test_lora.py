@@ -67,6 +67,7 @@ def trained(small, course):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rules", "microbatches", "model"),
     [

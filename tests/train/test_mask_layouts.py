@@ -49,6 +49,7 @@ LEAN = {name: SAM[name] for name in NAMES} | {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

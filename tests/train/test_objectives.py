@@ -67,6 +67,7 @@ SLOW = [pytest.param(kind, True, "fsdp8", marks=pytest.mark.slow) for kind in KI
 SLOW.append(pytest.param("masked", False, "none", marks=pytest.mark.slow))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "in_parts", "rules"), [("classes", True, "none"), *SLOW])
 def test_it_trains_evaluates_and_goes_on(kind, in_parts, rules, folder, capsys):
     _written(kind)

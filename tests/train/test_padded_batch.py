@@ -27,6 +27,7 @@ UNSEEN = {"masks": test_mask_layouts.UNSEEN, "experts": ()}
 DEFAULT = ("experts",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [*DEFAULT, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in DEFAULT)]
 )

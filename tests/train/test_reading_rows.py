@@ -12,6 +12,7 @@ from gspmd_lm.workdir.wall_time import read_totals
 from tests.train.runs import rows_of
 
 
+@pytest.mark.long
 def test_a_run_whose_data_is_slow(run, tmp_path, monkeypatch):
     """Its lines and its goodput say that it waits. When it goes on, it says before that it will."""
     read, said = Loader.rows_at, []

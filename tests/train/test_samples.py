@@ -27,6 +27,7 @@ def asked(small):
     return make
 
 
+@pytest.mark.long
 def test_layouts_write_the_same_and_what_generation_writes(asked, built):
     config, texts = asked(), []
     for layout in ("tp8", "none"):

@@ -48,6 +48,7 @@ LEAN = {"T5 without dropout": T5 | {"dropout": 0.0}}
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

@@ -36,6 +36,7 @@ def drawn(rng):
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("part", "draws"), [(0, 6), *(pytest.param(part, 10, marks=pytest.mark.slow) for part in range(4))]
 )
@@ -61,6 +62,7 @@ def test_what_is_accepted_can_be_built_and_what_is_refused_cannot(part, draws, s
     assert 0 < accepted < draws
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layouts",
     [(({}, 8), ({"logits.seq": "data"}, 4)), pytest.param([({"logits.seq": None}, 4)], marks=pytest.mark.slow)],

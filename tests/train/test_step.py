@@ -116,6 +116,7 @@ def test_a_step_that_is_not_finite_changes_nothing(trained, ragged, why):
     assert not np.array_equal(recovered.params["embedding"], good.params["embedding"])
 
 
+@pytest.mark.long
 def test_gradients_of_bfloat16_weights_are_summed_in_float32(small, built, batch_of):
     """32 equal rows: the sum of as many equal gradients is exact in float32, and far off in bfloat16."""
     step = built(small(layers=1, weight_dtype="bfloat16", optimizer={"clip_norm": 0.0}), "single", microbatches=32)
@@ -128,6 +129,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(small, built, batch
         np.testing.assert_allclose(got.astype(np.float32), want, rtol=2**-6, atol=2**-6 * np.abs(want).mean())
 
 
+@pytest.mark.long
 def test_dropout_differs_from_step_to_step(small, built, batch_of):
     step = built(small(layers=1, dropout=0.5), "single")
     program, state = trace_gradients(step).lower().compile(), begun(step)

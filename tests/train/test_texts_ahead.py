@@ -36,6 +36,7 @@ def open_run(run, small, tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.long
 def test_a_run_goes_on_at_its_place_in_the_texts(open_run, tmp_path, caplog):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     whole = open_run(straight)

@@ -56,6 +56,7 @@ LEAN_BLIP2 = BLIP2 | {"vision": dataclasses.replace(BLIP2["vision"], queries=dat
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "kind", "interleave"),
     [
@@ -117,6 +118,7 @@ def test_a_text_is_read_at_its_last_token_and_an_image_without_its_padding(model
         assert np.abs(one[0] - other[0]).max() > 1e-3
 
 
+@pytest.mark.long
 def test_the_loss_is_the_mean_of_both_cross_entropies_and_rows_of_padding_are_not_in_it(model):
     params, batch = weights(model), batch_of([4, 0, 10, 7])
     run = jax.jit(lambda batch: (apply(model, params, batch), clip.PAIRS.evaluate(clip.Towers(model), params, batch)))

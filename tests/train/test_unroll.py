@@ -22,6 +22,7 @@ def layer_loops(course):
     return sum(f'"known_trip_count":{{"n":"{LAYERS}"}}' in line for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rules", "unroll"),
     [
@@ -50,6 +51,7 @@ def test_one_cpu_device_has_no_loop_by_default(three, small, built):
     assert longest("single", remat=Remat("block")) == 0  # without a loop, XLA:CPU saves no memory by it
 
 
+@pytest.mark.long
 def test_one_cpu_device_transposes_little(small, course):
     """Matmuls sum over axes in the order in which these are stored, and attention transposes no weights of its own."""
     program = course(small(layers=LAYERS, embed=64, mlp=128), "single", 2).program

@@ -104,6 +104,7 @@ def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, block
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+@pytest.mark.long
 def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
     """Twice the length takes twice the memory. With gathered keys, it holds the scores of all pairs of tokens.
 
