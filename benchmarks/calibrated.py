@@ -1,6 +1,6 @@
 """Steps of this machine's CPU, predicted with what `calibrate` measures, beside measured ones.
 
-    taskset -c 0 python -m benchmarks.calibrated [--chip=my.yaml] [--only="tiny;experts"] [--ops=20] [--write]
+    taskset -c 0 python -m benchmarks.calibrated [--chip=my.yaml] [--only tiny experts] [--ops=20] [--write]
 
 One core computes, and what counts are its CPU seconds. Other work on the machine still makes them longer, by as much as
 a third within minutes. So a probe of one matmul and one sum of large arrays is timed when the CPU is calibrated and
@@ -173,7 +173,7 @@ def _show_worst(place: target.Target, text: str, run: Callable[[], None], count:
 def main() -> None:
     parser = measure.flags(__doc__)
     parser.add_argument("--chip", help="what calibrate wrote; by default this process calibrates")
-    parser.add_argument("--only", default="", help="cases, with semicolons between them")
+    parser.add_argument("--only", nargs="*", choices=tuple(CASES), default=tuple(CASES), help="cases; default: all")
     parser.add_argument("--ops", type=int, default=0, help="how many operations to list for each case")
     flags = parser.parse_args()
     if host.count_cpus() > 1:
@@ -193,9 +193,8 @@ def main() -> None:
             probes.append(probe())
             calibrated_s = statistics.median(probes)
             print(f"{found}\nprobes {[round(1e3 * one, 2) for one in probes]} ms")
-        names = flags.only.split(";") if flags.only else CASES
         rows = []
-        for name in names:
+        for name in flags.only:
             rows.append(compare(name, chip_file, flags.ops, probe, calibrated_s))
             print(rows[-1], flush=True)
     print(measure.markdown(rows, COLUMNS))

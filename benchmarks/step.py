@@ -107,13 +107,13 @@ def main() -> None:
     parser = measure.flags(__doc__)
     parser.add_argument("--config", default="bench_4m")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--layouts", default=",".join(REFERENCES))
+    parser.add_argument("--layouts", nargs="*", choices=tuple(REFERENCES), default=tuple(REFERENCES))
     parser.add_argument("--remat", default="block", choices=("block", "none"))
     parser.add_argument("--collectives", action="store_true", help="also list what every collective moves")
     args = parser.parse_args()
     measure.simulate(8)
     cfg = config.load(args.config)
-    rows = [compare(cfg, name, args.remat, args.rounds, args.collectives) for name in args.layouts.split(",")]
+    rows = [compare(cfg, name, args.remat, args.rounds, args.collectives) for name in args.layouts]
     print(f"{args.config}, 8 simulated devices, per device and step")
     print(measure.markdown(rows, COLUMNS))
     if args.write:

@@ -47,17 +47,17 @@ TRAIN = (
 def run_both(*arguments: str) -> None:
     """Runs a command of this project as two processes, each on a core of its own. Raises RunFailed if one fails."""
     where = "--platform=cpu", f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"
-    both = [
-        subprocess.Popen(
-            ["taskset", "-c", str(index), sys.executable, "main.py", *arguments, *where, f"--process_id={index}"],
-            cwd=measure.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for index in range(2)
-    ]  # fmt: skip
-    errors = [process.communicate()[1] for process in both]
-    for process, text in zip(both, errors, strict=True):
-        if process.returncode:
-            raise RunFailed(f"{' '.join(arguments)}: exit code {process.returncode}\n{text[-2000:]}")
+    with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody empties would stop its writer
+        both = [
+            subprocess.Popen(
+                ["taskset", "-c", str(index), sys.executable, "main.py", *arguments, *where, f"--process_id={index}"],
+                cwd=measure.ROOT, stdout=subprocess.DEVNULL, stderr=log,
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        if codes := [process.returncode for process in both if process.wait()]:
+            log.seek(0)
+            raise RunFailed(f"{' '.join(arguments)}: exit code {codes[0]}\n{log.read()[-2000:]}")
 
 
 def main() -> None:
