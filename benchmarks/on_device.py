@@ -34,7 +34,7 @@ from gspmd_lm.config import Config, from_values
 from gspmd_lm.foresight import hlo, known_errors
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
-from gspmd_lm.model.kernels import attention
+from gspmd_lm.model.kernels import attention, common
 from gspmd_lm.model.kernels.blocks import Blocks
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
@@ -142,7 +142,7 @@ def kernel_cases(
             continue
         cfg = from_values(config.ModelConfig, sizes | changes)
         for packed in (False, True):
-            if not attention.unsupported_setting(kernel, cfg, seq=T, segments=packed, capability=capability):
+            if not common.unsupported_setting(kernel, cfg, seq=T, segments=packed, capability=capability):
                 segments = _documents(T) if packed else None
                 fused = functools.partial(attention.fused, segments_BT=segments, kernel=kernel, cfg=cfg)
                 found.append({"case": name, "packed": packed} | _compared(kernel, fused, cfg, segments, T))

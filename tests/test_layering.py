@@ -3,6 +3,7 @@
 import ast
 import collections
 import functools
+import graphlib
 import importlib
 import json
 import os
@@ -144,6 +145,14 @@ def at_import(tree):
             yield from at_import(node)
 
 
+def run(tree):
+    """The nodes of a module that run at any time: all but those below `if TYPE_CHECKING`."""
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield from run(node)
+
+
 def room(module):
     return module.split(".")[1] if "." in module else ""
 
@@ -169,6 +178,27 @@ def test_imports_go_downward():
     modules = [module for module in MODULES if room(module)]
     assert len(modules) > 100
     assert list(upward(modules, below, 1, "gspmd_lm.")) == []
+
+
+def named_module(name):
+    """The module that an imported name is, or stands in."""
+    while name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Not within a room either, nor by an import within a function.
+
+    What only a type checker reads may. So may a file of a folder read the folder's own __init__.py.
+    """
+    graph = {
+        module: {named_module(name) for name in imports(run(tree(module))) if name.startswith("gspmd_lm.")}
+        - {module, module.rpartition(".")[0]}
+        for module in MODULES
+    }
+    assert sum(map(len, graph.values())) > 1000
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def test_the_rules_of_foresight_go_downward_only():

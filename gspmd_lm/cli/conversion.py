@@ -257,7 +257,7 @@ def _open_original(workdir: str, config: configs.Config) -> Iterator[Path | None
         for name in files.list_files(found, [path.name for path in found.iterdir()]):
             copy = Path(copies, name)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes((found / name).read_bytes())
+            files.replace(copy, (found / name).read_bytes())
         yield Path(copies)
 
 

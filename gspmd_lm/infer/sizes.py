@@ -8,7 +8,7 @@ import jax
 
 from gspmd_lm.config import ModelConfig
 from gspmd_lm.model.families import family
-from gspmd_lm.model.kernels.attention import LANES
+from gspmd_lm.model.kernels.common import LANES
 from gspmd_lm.program.supported import split_sequence
 from gspmd_lm.sharding.rules import KERNELS, Rules
 

@@ -12,7 +12,7 @@ from gspmd_lm.foresight.timing import attention, gathers, op_time
 from gspmd_lm.hardware import measured
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped, grouped_gpu
-from gspmd_lm.model.kernels.attention import splash_block
+from gspmd_lm.model.kernels.common import splash_block
 from gspmd_lm.plan.operations import MoveOp, Op, OpGraph
 from gspmd_lm.plan.traces import Shards
 from gspmd_lm.units import bits

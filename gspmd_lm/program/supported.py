@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gspmd_lm.config import Config, ModelConfig, is_whole, value_at, with_values
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.kernels import grouped_gpu
-from gspmd_lm.model.kernels.attention import unsupported_setting
+from gspmd_lm.model.kernels.common import unsupported_setting
 from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
 from gspmd_lm.program.operands import check_matmul_dtype
 from gspmd_lm.sharding.problems import Problem, check, flow

@@ -25,7 +25,7 @@ KEEPS = ("layers", "stage")  # what stages keep for the backward pass: of layers
 SCHEDULES = ("gpipe", "1f1b")  # of a pipeline: microbatches go back after all of them, or as soon as each can
 EXPERT_BUFFER = 2.0  # where tokens travel to their experts
 # Attention kernels, the fastest first. XLA's own can do all that a config may ask. A kernel may need more than its
-# platform, see `kernels.attention.unsupported_setting`.
+# platform, see `kernels.common.unsupported_setting`.
 KERNELS = {"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}
 _NOT_FACTS = ("path", "vocabulary", "text", "flags", "problems")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gspmd_lm.foresight.hlo import Array, Instruction
 from gspmd_lm.hardware.chips import SPLASH_BLOCKS, Chip, Cycles
-from gspmd_lm.model.kernels.attention import MOST_BLOCKS, splash_block
+from gspmd_lm.model.kernels.common import MOST_BLOCKS, splash_block
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
 # mask, forward with a causal one, backward without a mask. Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6.

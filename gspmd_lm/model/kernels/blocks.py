@@ -9,7 +9,7 @@ from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.config import with_values
-from gspmd_lm.model.kernels.attention import scores_scale
+from gspmd_lm.model.kernels.common import scores_scale
 from gspmd_lm.model.kernels.documents import CallRanges, Documents, runs, shared_documents
 from gspmd_lm.sharding.op_names import scope
 

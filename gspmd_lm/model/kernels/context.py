@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_lm import config
-from gspmd_lm.model.kernels import attention
+from gspmd_lm.model.kernels import attention, common
 from gspmd_lm.model.kernels.attention import HEAD, OUT, TokenPlaces
 from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding.annotate import Split, attention_kernel, context, per_device, shard, split
@@ -168,7 +168,7 @@ def attend_to_memory(
     segments = tokens.segments_BT, tokens.memory_segments_BS
     lengths = q_BTNH.shape[1], k_BSKH.shape[1]
     # Rules have a kernel only where a GPU can do packed documents with it: see `supported.settle_rules`.
-    lacks = [attention.unsupported_setting(kernel, cfg, seq=length, segments=True) for length in lengths]
+    lacks = [common.unsupported_setting(kernel, cfg, seq=length, segments=True) for length in lengths]
     known = [of for of in segments if of is not None]
     if kernel == "xla" or any(lacks) or len(known) < 2 or split("q", "seq").num_shards > 1:
         at = (jnp.arange(length)[None] for length in lengths)

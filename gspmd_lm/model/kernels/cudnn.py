@@ -3,7 +3,7 @@
 jax.nn.dot_product_attention has no packed documents and rounds the sums to bfloat16. Its own function below that,
 jax._src.cudnn, has both. But up to jax 0.10.2 it reads the wrong keys of packed documents if keys have fewer heads than
 queries (jax-ml/jax#39521), and it asks the GPU at hand what the kernel may do, also where a program is compiled for
-another one. So its two primitives, which are cuDNN's calls, are used here. `attention.unsupported_setting` says what
+another one. So its two primitives, which are cuDNN's calls, are used here. `common.unsupported_setting` says what
 they lack.
 """
 
@@ -19,7 +19,7 @@ from jax.interpreters import batching
 from gspmd_lm import config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.chips import chip_of
-from gspmd_lm.model.kernels.attention import as_wide, scores_scale, unsupported_setting
+from gspmd_lm.model.kernels.common import as_wide, scores_scale, unsupported_setting
 from gspmd_lm.model.kernels.documents import CallRanges, Documents, Ranges, each
 from gspmd_lm.sharding.annotate import device_kind
 

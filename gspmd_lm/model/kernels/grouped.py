@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from gspmd_lm.hardware.chips import KERNEL_MEMORY_BYTES, chip_of
 from gspmd_lm.model.kernels import grouped_gpu
-from gspmd_lm.model.kernels.attention import LANES
+from gspmd_lm.model.kernels.common import LANES
 from gspmd_lm.sharding.annotate import device_kind, platform
 from gspmd_lm.sharding.quantised import Quantised, dtype_of_sums
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.config import with_values
-from gspmd_lm.model.kernels.attention import scores_scale
 from gspmd_lm.model.kernels.blocks import Blocks
+from gspmd_lm.model.kernels.common import scores_scale
 from gspmd_lm.sharding.annotate import Split
 from gspmd_lm.sharding.permutes import permute
 

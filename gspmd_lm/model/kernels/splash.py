@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from gspmd_lm import config
-from gspmd_lm.model.kernels.attention import MOST_BLOCKS, scores_scale, sees, splash_block, with_sums
+from gspmd_lm.model.kernels.common import MOST_BLOCKS, scores_scale, sees, splash_block, with_sums
 
 
 @dataclasses.dataclass(frozen=True)

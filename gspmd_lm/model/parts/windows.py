@@ -11,18 +11,8 @@ from gspmd_lm import config
 from gspmd_lm.config import with_values
 from gspmd_lm.model.attention import Attention
 from gspmd_lm.model.kernels import attention as kernels
-from gspmd_lm.model.kernels.attention import (
-    OUT,
-    SEGMENTS,
-    K,
-    Q,
-    TokenPlaces,
-    V,
-    attend_masked,
-    head_numbers,
-    keys_axis,
-    scores_scale,
-)
+from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, TokenPlaces, V, attend_masked, head_numbers, keys_axis
+from gspmd_lm.model.kernels.common import scores_scale
 from gspmd_lm.model.weights import matrix
 from gspmd_lm.sharding.annotate import like, shard, split, use
 

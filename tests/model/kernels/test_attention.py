@@ -11,7 +11,7 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.config import from_values, value_at
-from gspmd_lm.model.kernels import attention, distances
+from gspmd_lm.model.kernels import attention, common, distances
 from gspmd_lm.model.parts import windows
 
 B, T, N, K, H = 2, 128, 4, 2, 128
@@ -126,9 +126,9 @@ def test_what_a_kernel_cannot_do_is_named(kernel, asked, words):
     usual = {"seq": 256, "segments": False, "capability": (9, 0)}
     rows = usual | {name: value for name, value in asked.items() if name in usual}
     cfg = settings(**{name: value for name, value in asked.items() if name not in usual})
-    assert attention.unsupported_setting(kernel, PLAIN, **usual) is None
-    assert words in attention.unsupported_setting(kernel, cfg, **rows)
-    assert attention.unsupported_setting("xla", cfg, **rows) is None
+    assert common.unsupported_setting(kernel, PLAIN, **usual) is None
+    assert words in common.unsupported_setting(kernel, cfg, **rows)
+    assert common.unsupported_setting("xla", cfg, **rows) is None
 
 
 KERNELS = {
@@ -160,7 +160,7 @@ def test_the_table_of_what_fused_kernels_can_do_is_in_the_documents():
     def can(kernel, capability, asked):
         rows = {"seq": 256, "segments": False} | {k: v for k, v in asked.items() if k in ("seq", "segments")}
         cfg = settings(**{k: v for k, v in asked.items() if k not in rows})
-        return "no" if attention.unsupported_setting(kernel, cfg, capability=capability, **rows) else "yes"
+        return "no" if common.unsupported_setting(kernel, cfg, capability=capability, **rows) else "yes"
 
     lines = [["asked", *KERNELS], ["---"] * (len(KERNELS) + 1)]
     lines += [[asked, *(can(*kernel, changes) for kernel in KERNELS.values())] for asked, changes in ASKED.items()]
@@ -215,7 +215,7 @@ def test_what_fused_kernels_can_do_in_windows(kernel, capability, changes, reaso
         patches=config.Patches(image=16, size=1, class_row=False, pool="mean"),
         windows=config.Windows(size=changes["size"], vectors=True),
     )  # fmt: skip
-    found = attention.unsupported_setting(kernel, cfg, seq=256, segments=False, capability=capability)
+    found = common.unsupported_setting(kernel, cfg, seq=256, segments=False, capability=capability)
     assert found == reason or (reason and found and found.startswith(reason))
 
 
@@ -230,7 +230,7 @@ def test_alibi_slopes_are_those_of_the_paper_and_of_bloom():
      (640, 128, 2, 640), (128, 512, 2, 128)],
 )  # fmt: skip
 def test_splash_blocks_divide_the_sequence_and_fit_the_memory(seq, head_dim, itemsize, block):
-    assert attention.splash_block(seq, head_dim, itemsize) == block
+    assert common.splash_block(seq, head_dim, itemsize) == block
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention.softcap": 5.0}])

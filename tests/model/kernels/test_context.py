@@ -13,7 +13,7 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.config import from_values
-from gspmd_lm.model.kernels import attention, context, splash
+from gspmd_lm.model.kernels import attention, common, context, splash
 from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding import mesh, rules_file
 from gspmd_lm.sharding.annotate import placed_by
@@ -92,7 +92,7 @@ def both(cfg, place, qkv, weigh, batch, own_RN=None):
 )  # fmt: skip
 def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, blocks, mask, monkeypatch):
     """Two devices of 256 tokens each; with blocks of 128, a backward pass takes one block of keys at a time, or all."""
-    monkeypatch.setattr(attention, "SPLASH_BLOCK_BYTES", 1)
+    monkeypatch.setattr(common, "SPLASH_BLOCK_BYTES", 1)
     monkeypatch.setattr(splash, "MOST_BLOCKS", blocks)
     qkv, weigh, batch = arrays(1, 512, 128)
     if not packed:
