@@ -89,8 +89,9 @@ _LEAST_S, _RUNS = 0.04, 4
 class Program(NamedTuple):
     """What is timed: a compiled function without an effect, its arguments, and how often it does its work.
 
-    one_by_one: whether each run waits for the one before. Otherwise CPUs overlap the collectives of several runs, which
-    those of a step do not.
+    one_by_one: whether it is a collective of CPUs. Each run then waits for the one before, since CPUs would overlap the
+    collectives of several runs, as those of a step do not. Its time is that of the wall clock, since a process that
+    waits for another one uses no CPU.
     """
 
     run: Callable[..., Any]
@@ -233,9 +234,9 @@ def _network(rows: Sequence[CollectiveTime], known: Chip | None, host_bytes_per_
 
 
 def time_s(program: Program) -> float:
-    """The seconds of a program's work, in the fastest of several runs."""
+    """The seconds of a program's work, in the fastest of several runs. One CPU's are those that it is used."""
     cpu_alone = jax.default_backend() == "cpu" and host.count_cpus() == 1
-    clock = time.process_time if cpu_alone else time.perf_counter
+    clock = time.process_time if cpu_alone and not program.one_by_one else time.perf_counter
 
     def run(times: int) -> float:
         began = clock()

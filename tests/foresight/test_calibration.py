@@ -1,6 +1,7 @@
 """Calibration: what it writes is read again, and steps of this machine are predicted with it."""
 
 import dataclasses
+import time
 import types
 
 import jax
@@ -14,6 +15,7 @@ from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import Bandwidth, MatmulRate, reading
 from gspmd_lm.launch.local import free_port
+from gspmd_lm.runtime import host
 from tests.foresight import calibrated_here
 from tests.launched import launch, output
 
@@ -91,6 +93,12 @@ print(len(found))
 
 def compiled(function, *arguments):
     return hlo.parse(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def test_a_collective_of_one_cpu_takes_the_time_that_it_waits(monkeypatch):
+    monkeypatch.setattr(host, "count_cpus", lambda: 1)
+    waiting = calibration.Program(lambda: time.sleep(0.01), ())
+    assert calibration.time_s(waiting) < 0.005 < calibration.time_s(waiting._replace(one_by_one=True))
 
 
 def test_a_matmul_takes_its_flops_over_the_rate_that_was_measured(chip):
