@@ -54,6 +54,17 @@ def test_an_estimate_faster_than_the_chip_is_none_and_a_chip_may_be_slower_than_
         assert seconds(cycles, slow) == pytest.approx(1.15 * seconds(cycles, fast))
 
 
+@pytest.mark.parametrize(("platform", "times"), [("tpu", 1), ("cpu", 2)])
+def test_cpus_send_the_tensors_of_a_collective_one_after_another(platform, times):
+    class Latency(Links):
+        def time_s(self, kind, size_bytes, groups):
+            return 100e-9
+
+    both = f"  %r = (u8[10], u8[30]) all-reduce(%q10, %q30), replica_groups={TENSOR}, to_apply=%sum\n"
+    found = predicted(both, links=Latency(), chip=dataclasses.replace(CHIP, platform=platform))
+    assert ns(found.communication_s) == times * 100
+
+
 @pytest.mark.parametrize(("nbytes", "step", "exposed"), [(60, 100, 0), (150, 150, 50)])
 def test_an_asynchronous_collective_hides_behind_compute_as_far_as_it_goes(nbytes, step, exposed):
     found = predicted(gather("g", nbytes, FSDP) + matmul("m", 100) + done("e", "g", nbytes))

@@ -258,8 +258,14 @@ class CollectiveOp:
     @property
     def size_bytes(self) -> int:
         """The size by which network.py counts a collective: see `network.sent_bytes`."""
+        return sum(self.tensor_bytes)
+
+    @property
+    def tensor_bytes(self) -> tuple[int, ...]:
+        """The same of each tensor that a combiner joined. The pieces of an all-to-all are one tensor."""
         shards = self.group_size if self.kind == "all-gather" else 1
-        return shards * sum(array.bytes for array in self.inputs)
+        sizes = tuple(shards * array.bytes for array in self.inputs)
+        return (sum(sizes),) if self.kind == "all-to-all" else sizes
 
     @property
     def sent_bytes(self) -> int:

@@ -180,7 +180,9 @@ class Simulation:
         # the hosts of slices. In any other network all collectives share one link.
         links = [link] if link in ("die", "dcn") else [NETWORK]
         links = [f"{link} {axis}" for axis in axes] if link == "ici" else links
-        seconds = self.network.time_s(op.kind, op.size_bytes, op.groups)
+        # CPUs send the tensors of a collective one after another.
+        sizes = op.tensor_bytes if self.chip.platform == "cpu" else (op.size_bytes,)
+        seconds = sum(self.network.time_s(op.kind, size_bytes, op.groups) for size_bytes in sizes)
         self.link_s[link] += seconds
         lane = self.network.track(op.groups)
         return self._transfer(seconds, links, lane, op.kind, op.scheduled, "+".join(axes))
