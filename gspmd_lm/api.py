@@ -230,8 +230,8 @@ def load(
     """A model with its weights on this program's devices: `load("runs/a").generate("Once upon")`.
 
     Args:
-        folder: that of a run, which train or convert left a checkpoint in; or of a published model, with its
-            config.json, *.safetensors and tokenizer.json, which are read as they are.
+        folder: that of a run, here or in a bucket, which train or convert left a checkpoint in; or of a published
+            model, with its config.json, *.safetensors and tokenizer.json, which are read as they are.
         rules: where the weights live; None: as the run's rules file says, and one device for a published model. A run
             of many devices can be loaded on one with "none".
         step: of a run's checkpoint; None: the newest that is not in doubt.

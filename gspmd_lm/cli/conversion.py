@@ -265,7 +265,7 @@ def _find_original(workdir: str, config: configs.Config) -> epath.Path | None:
     """The folder of the files that came with a run's weights, found also through earlier runs; None without one."""
     at, seen = layout.workdir_path(workdir), set[epath.Path]()
     while at not in seen:
-        if (at / IMPORTED / architecture.CONFIG).is_file():
+        if layout.find_earlier(str(at), f"{IMPORTED}/{architecture.CONFIG}"):
             return at / IMPORTED
         seen.add(at)
         if config.train.init_from:

@@ -70,9 +70,9 @@ def _check(job: Job) -> "tuple[float, Config]":
     if rest:
         raise InputError(f"train: {rest[0]}: flags begin with --\n  fix   train: --config=NAME --rules=NAME")
     rules, config = inputs.read_rules(values), inputs.read_config(values)
-    left_out = [f"--{name}" for name in ("config", "rules") if not (workdir or values[name].value)]
+    left_out = [name for name in ("config", "rules") if not (workdir or values[name].value)]
     if left_out:
-        outputs.say(f"{' and '.join(left_out)}: those of a run in {job.workdir} would count, and were not looked up")
+        outputs.say(f"{job.workdir} was not looked into: if a run is there, its {' and '.join(left_out)} will be used")
     inputs.on_the_cpu()
     from gspmd_lm.launch import checks
 

@@ -141,6 +141,14 @@ def test_nodes_of_slurm_find_what_is_here(file, tmp_path):
         list(checks.check_data(api.load_config("tiny", [f"data.source={tmp_path}/*.json"]), place))
 
 
+def test_a_config_that_a_run_in_the_bucket_may_have_is_said(file, capsys):
+    said = "gs://bucket/runs/one was not looked into: if a run is there, its config will be used"
+    for train, expected in (("--rules=fsdp8", True), ("--config=tiny --rules=fsdp8", False)):
+        file.behave(states=["ACTIVE"])
+        assert launch("one.yaml", f"--train={train}", "--autodelete") == 0, capsys.readouterr()
+        assert (said in capsys.readouterr().err) == expected
+
+
 def test_a_tool_that_is_not_there_is_named(file, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch("one.yaml") == 2
