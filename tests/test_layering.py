@@ -136,21 +136,16 @@ def imports(nodes):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def at_import(tree):
-    """The nodes that run when a module is imported: what stands outside functions and `if TYPE_CHECKING`."""
+def executed(tree, functions=True):
+    """The nodes that run, which those below `if TYPE_CHECKING` never do. functions: whether theirs are among them."""
     for node in ast.iter_child_nodes(tree):
-        deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        deferred = not functions and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         if not deferred and not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
             yield node
-            yield from at_import(node)
+            yield from executed(node, functions)
 
 
-def run(tree):
-    """The nodes of a module that run at any time: all but those below `if TYPE_CHECKING`."""
-    yield tree
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield from run(node)
+at_import = functools.partial(executed, functions=False)  # the nodes that run when a module is imported
 
 
 def room(module):
@@ -193,7 +188,7 @@ def test_no_files_import_each_other_in_a_circle():
     What only a type checker reads may. So may a file of a folder read the folder's own __init__.py.
     """
     graph = {
-        module: {named_module(name) for name in imports(run(tree(module))) if name.startswith("gspmd_lm.")}
+        module: {named_module(name) for name in imports(executed(tree(module))) if name.startswith("gspmd_lm.")}
         - {module, module.rpartition(".")[0]}
         for module in MODULES
     }

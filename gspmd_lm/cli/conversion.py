@@ -245,7 +245,7 @@ def _build_step(begun: Session, config: configs.Config) -> step.Step:
 
 @contextlib.contextmanager
 def _open_original(workdir: str, config: configs.Config) -> Iterator[Path | None]:
-    """A context with the local folder of the files that came with a run's weights; None without one.
+    """A context that gives a local folder with the files that came with a run's weights, or None if there are none.
 
     Files in a bucket are copied until the context ends.
     """

@@ -159,7 +159,7 @@ class SplitFactor(NamedTuple):
 def find_view(
     equation: Any, before: Sequence[ArraySharding], moved: Sequence[ArraySharding], result: ArraySharding
 ) -> View | SplitFactor | None:
-    """What the result of an operation may be sent as instead; None if there is nothing else.
+    """The other form in which the result of an operation may be sent; None if there is no other.
 
     before, moved: its operands, before and after its rule moved them to where it needs them.
     """
