@@ -1,6 +1,7 @@
-"""Files that are written whole or not at all, folders that are sealed, and JSON that somebody else wrote."""
+"""Files that are written whole or not at all, locks, folders that are sealed, and JSON that somebody else wrote."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+import filelock
 from etils import epath
 
 from gspmd_lm.errors import InputError
@@ -24,6 +26,8 @@ Fields = TypeVar("Fields")  # a dataclass
 DEEPEST_JSON = 500
 PARTIAL = ".partial"  # the end of the name of what is being made
 LEFT_S = 24 * 3600.0  # after which nobody is at work on it
+# What a file system without locks answers: Lustre without its option flock, or NFS whose lock service is not there.
+NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MANIFEST = "sha256.json"  # in a sealed folder: the path of each file -> its size in bytes and its sha256
 
@@ -97,6 +101,24 @@ def partial_of(path: Path) -> Path:
 def replaceable(path: Path) -> bool:
     """Whether a path is a file, or nothing yet. A device, a pipe or a folder is not."""
     return path.is_file() or not path.exists()
+
+
+@contextlib.contextmanager
+def locked(path: epath.PathLike, timeout_s: float = -1) -> Iterator[None]:
+    """A context that one process at a time is in, by a lock file at `path`. The lock of a dead process is free.
+
+    On a file system without locks the lock file is `path` with `.lease` after it, which its holder renews. The lease of
+    a host that is lost is free half a minute later. timeout_s: how long to wait for another process, in seconds; -1
+    waits for ever. Raises filelock.Timeout after it.
+    """
+    try:
+        held = filelock.FileLock(path, fallback_to_soft=False).acquire(timeout_s)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        held = filelock.SoftFileLease(f"{os.fspath(path)}.lease").acquire(timeout_s)
+    with held:
+        yield
 
 
 @contextlib.contextmanager

@@ -6,9 +6,13 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
+import filelock
 import pytest
 
 from gspmd_lm import files
@@ -59,6 +63,26 @@ def test_a_file_that_grows_is_beside_its_place_until_it_is_whole(tmp_path):
     with files.growing(path) as out:
         out.write("whole\n")
     assert path.read_text() == "whole\n" and not partial.exists()
+
+
+@pytest.mark.parametrize("code", [0, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_one_at_a_time_has_a_lock_on_any_file_system(tmp_path, monkeypatch, code):
+    if code:
+        monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(code, os.strerror(code))))
+    for _ in range(2):  # it is free again afterwards
+        with files.locked(tmp_path / "lock"):
+            with pytest.raises(filelock.Timeout), files.locked(tmp_path / "lock", timeout_s=0):
+                raise AssertionError("two at a time")
+            assert (tmp_path / "lock.lease").exists() == bool(code)
+
+
+def test_a_killed_process_keeps_no_lock_on_a_file_system_without_locks(tmp_path, monkeypatch):
+    code = "import filelock, os, sys; held = filelock.SoftFileLease(sys.argv[1]).acquire(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "lock.lease")], check=False, timeout=60)
+    assert (tmp_path / "lock.lease").exists()
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with files.locked(tmp_path / "lock", timeout_s=5):
+        pass
 
 
 def test_half_of_a_character_is_written_as_json_has_it(tmp_path):

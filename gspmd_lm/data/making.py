@@ -385,9 +385,8 @@ class _Claims:
     def _claim(self, unit: Unit, stack: contextlib.ExitStack) -> bool:
         name = f"{MAKING}/{unit.number:05d}"
         if self.folder.is_local:
-            lock = filelock.FileLock(Path(self.folder.address, f"{name}.lock"))
             try:
-                stack.enter_context(lock.acquire(timeout=0))
+                stack.enter_context(files.locked(Path(self.folder.address, f"{name}.lock"), timeout_s=0))
             except (filelock.Timeout, FileNotFoundError):  # MAKING is deleted when all is made
                 return False
             return True

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import filelock
 import fsspec.core
 
 from gspmd_lm import files
@@ -169,7 +168,7 @@ def _copy(file: RemoteFile, copy: Path, copied: Callable[[int], None]) -> None:
     """Copies one file; of several processes on a machine, one does, and the others wait for it."""
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{copy.parent}.lock"):
+        with files.locked(f"{copy.parent}.lock"):
             if _is_copied(copy):
                 return
             with files.replacing(copy) as new, new.open("wb") as out:

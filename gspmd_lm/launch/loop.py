@@ -313,9 +313,8 @@ class Launch:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """A context in which no other launch of this machine works on the same run."""
-        lock = filelock.FileLock(self.folder / "lock")
         try:
-            with lock.acquire(timeout=0):
+            with files.locked(self.folder / "lock", timeout_s=0):
                 yield
         except filelock.Timeout as error:
             raise InputError(

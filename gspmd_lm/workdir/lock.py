@@ -62,7 +62,7 @@ def hold(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
     except filelock.Timeout as error:
         raise already_running(workdir, _read(holder)) from error
     except OSError as error:
-        if error.errno == errno.ENOSYS:  # a file system without locks, such as Lustre without its option flock
+        if error.errno in files.NO_LOCKS:
             with _Beating(str(holder.absolute()), say) as beating:
                 yield beating.check
             return

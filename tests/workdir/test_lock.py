@@ -300,11 +300,12 @@ def test_on_a_store_a_living_run_whose_clock_is_behind_keeps_its_lock(store, clo
     assert lock.WAIT_S < clock.now_s < 2 * lock.WAIT_S and b'"process": 7' in store.cat_file("/run/lock.json")
 
 
-def test_a_file_system_without_locks_has_the_lock_of_a_store(tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_has_the_lock_of_a_store(tmp_path, monkeypatch, code):
     for name, seconds in {"BEAT_S": 0.1, "AGED_S": 0.3, "STALE_S": 0.5, "WAIT_S": 0.5}.items():
         monkeypatch.setattr(lock, name, seconds)
 
-    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(code, os.strerror(code))))
     with lock.hold(epath.Path(tmp_path), print) as check:
         check()
         assert "beat" in json.loads((tmp_path / "lock.json").read_text())
