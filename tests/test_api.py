@@ -171,6 +171,7 @@ def test_programs_and_weights_are_used_again_where_they_suffice(model, monkeypat
     assert model.generate("ab", max_new_tokens=5) == model.generate(["ab"], max_new_tokens=5)[0]
 
 
+@pytest.mark.long
 def test_a_model_under_other_rules(trained, model):
     split = g.load(trained.workdir, rules("tp8"))
     assert g.load(trained.workdir, "none", overrides=["data.seq=8"]).config.data.seq == 8

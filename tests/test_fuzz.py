@@ -156,6 +156,7 @@ def test_rules_files(file, config, text):
     check_rules(file, config, text)
 
 
+@pytest.mark.long
 @FEW
 @given(text=CONFIGS)
 def test_configs(file, text):

@@ -126,6 +126,7 @@ def sent(program):
     return sum((2 if one.kind == "all-reduce" else 1) * one.elements * one.times for one in count(program.as_text()))
 
 
+@pytest.mark.long
 def test_a_plain_model_under_fsdp_sends_what_the_decoder_of_this_package_does(plain_steps):
     config = plain_models.same_decoder()
     layout = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}, "remat": "block"}
@@ -135,6 +136,7 @@ def test_a_plain_model_under_fsdp_sends_what_the_decoder_of_this_package_does(pl
     assert sent(program) <= 1.05 * sent(step.compile(step.lower_train()))
 
 
+@pytest.mark.long
 def test_weights_are_gathered_and_not_activations_also_without_constraints(monkeypatch):
     monkeypatch.setattr(nn, "with_logical_constraint", lambda x, axes: x)
     task = plain_models.decoder(rows=8, width=256, hidden=1024)  # few rows: the compiler would move them
@@ -143,6 +145,7 @@ def test_weights_are_gathered_and_not_activations_also_without_constraints(monke
     assert {one.kind for one in moved if one.elements > 256} == {"all-gather", "all-to-all", "reduce-scatter"}
 
 
+@pytest.mark.long
 def test_a_layer_that_computes_in_bfloat16_gathers_bfloat16():
     program = gspmd_lm.build(task := plain_models.decoder(dtype="bfloat16"), plain_rules(task, PLAIN["fsdp"]))
     text = program.lower_train().as_text()
@@ -358,6 +361,7 @@ def normed_totals(variables, batch):
     return {"loss": normed_losses(variables, batch, False)[0].sum(), "count": jnp.float32(len(batch["rows"]))}
 
 
+@pytest.mark.long
 def test_running_averages_of_nnx_are_those_of_one_device_and_evaluated_with():
     task = dataclasses.replace(
         own_models.PLAIN, name="normed", vocabulary=None, init=lambda key: nnx.state(Normed(nnx.Rngs(key))),

@@ -94,6 +94,7 @@ def of_one_device():
     return found
 
 
+@pytest.mark.long
 @every(("mixtral",), ("fsdp and tensor",))
 def test_losses_are_those_of_one_device(name, mesh, of_one_device):
     task = TASKS[name]
@@ -102,6 +103,7 @@ def test_losses_are_those_of_one_device(name, mesh, of_one_device):
     np.testing.assert_allclose(losses(task, layout(task, MESHES[mesh])), wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @every(("mixtral", "unet"), ("fsdp",))
 def test_what_is_sent_is_near_the_floor(name, mesh, monkeypatch):
     monkeypatch.setattr(compile, "_run_compiler", compiled_here if mesh == "fsdp" else compile._run_compiler)

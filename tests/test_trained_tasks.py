@@ -100,6 +100,7 @@ def test_a_task_is_trained_evaluated_and_resumed_under_other_rules(trained, caps
     assert figures["rows"] == human_short(40 * classifier.ROWS) and figures["rows/s"] != "-" and "tokens" not in figures
 
 
+@pytest.mark.long
 def test_a_run_ends_where_one_device_does_and_goes_on_from_a_checkpoint_bit_by_bit(trained, tmp_path):
     step = gspmd_lm.build(classifier.TASK, layout(classifier.TASK, "none"))
     program, state = step.compile(step.lower_train()), step.compile(step.lower_init())()
@@ -148,6 +149,7 @@ def test_state_that_no_step_changes_is_told():
     assert page.count(": neither gradients nor sums() change it, so it stays as init gave it") == 4
 
 
+@pytest.mark.long
 def test_a_run_says_that_its_data_are_others_now_and_does_nothing_at_its_end(trained, capsys):
     workdir = trained[0]
     again = gspmd_lm.train(classifier.TASK, layout(classifier.TASK, "none"), workdir, data=classifier.batch)

@@ -87,6 +87,7 @@ def test_arrays_live_where_the_rules_say(runs):
     assert len(moments) == 4 and {leaf.sharding.shard_shape(leaf.shape) for leaf in moments} == {(4, 128)}
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_on_under_other_rules(steps, runs, tmp_path):
     with gspmd_lm.checkpoints(tmp_path, mixer.TASK) as checkpoints:
         assert checkpoints.restore(steps["fsdp"].abstract_state) is None
@@ -259,6 +260,7 @@ def test_every_collective_has_a_row_and_a_line(name, report_of):
     assert forward == {"data": set(), "fsdp": CAUSES["fsdp"] - {"rules.batch"}, "tensor": {"rules.mixed"}}[name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REPORTED)
 def test_the_floor_counts_products_and_state(name, report_of):
     rows, patches, pixels, width, labels = mixer.ROWS, mixer.PATCHES, mixer.PIXELS, mixer.WIDTH, mixer.LABELS

@@ -70,6 +70,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     logits_are_those_of(golden, ours.compiled(found.config.model, ours.on_one_device(found), golden.batch))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", references.marked(NUMBERS, [name for name in NUMBERS if name not in BACKWARD]))
 def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
     golden = references.load(name)

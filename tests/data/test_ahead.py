@@ -67,6 +67,7 @@ def _equal(some, others):
     return all((a[name] == b[name]).all() for a, b in zip(some, others, strict=True) for name in a)
 
 
+@pytest.mark.long
 def test_rows_are_the_same_for_any_share_and_from_any_step_on(opened, texts, caplog):
     whole, _ = opened()
     assert whole.rows.lanes == 4 and "4 lanes" in whole.description
@@ -142,6 +143,7 @@ def test_files_for_evaluation_are_tokenized_before_and_left_out(opened, texts):
     assert "5 17 x" in seen and "0 17 x" not in seen
 
 
+@pytest.mark.long
 def test_a_process_that_dies_is_an_error(opened):
     rows, _ = opened()
     _read(rows, range(3))

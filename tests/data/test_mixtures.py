@@ -33,6 +33,7 @@ def _letters(rows):
     return ["ab"[int((row == ord("b")).sum() > (row == ord("a")).sum())] for row in rows["tokens"]]
 
 
+@pytest.mark.long
 def test_rows_are_drawn_by_weight(monkeypatch):
     assert loader.BLOCK == 10_000
     monkeypatch.setattr(loader, "BLOCK", 2000)

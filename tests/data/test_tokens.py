@@ -118,6 +118,7 @@ def framing(folder):
     return {"tokenizer": str(folder)}, [*ids.values()]
 
 
+@pytest.mark.long
 def test_a_source_in_parts_has_the_same_documents(monkeypatch, folder, bucket):
     """Of files that are read in parts: a part has the lines that begin in it, and cuts no text in two."""
     book = "".join(f"line {i} of a book\n" for i in range(3000))

@@ -149,6 +149,7 @@ print(trained.tokenizer_of_source(sources.open_source(Data(source="a.jsonl")), 4
 """
 
 
+@pytest.mark.long
 def test_every_process_trains_the_same_tokenizer(folder):
     """Each host may train it by itself, with as many threads as it has."""
     found = []

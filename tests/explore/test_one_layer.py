@@ -37,6 +37,7 @@ def layer_of(figures, text, target="cpu:8"):
     return figures.trace(Inputs("tiny", (), target, None, None, text, "f.yaml"))["shown"]["layer"]
 
 
+@pytest.mark.long
 def test_collectives_are_those_of_the_trace(figures, built):
     config = api.load_config("tiny")
     shown = layer_of(figures, TEXT)["collectives"]
@@ -71,6 +72,7 @@ def test_a_split_sequence_turns_two_sums_into_a_gather_and_a_scatter_each(figure
     ]
 
 
+@pytest.mark.long
 def test_each_collective_has_its_row_its_line_and_a_sentence(figures):
     layer = layer_of(figures, TEXT, "v5p:2x2x2")
     gathered = [one for one in layer["collectives"] if one["phase"] == "forward" and one["array"]]

@@ -96,6 +96,7 @@ words = strategies.sampled_from(["data", "fsdp", "tensor", "a b", "x: y", "'", "
 values = strategies.one_of(words, strategies.integers(-1, 512), strategies.none(), strategies.lists(words, max_size=3))
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(
     values,

@@ -66,6 +66,7 @@ def test_no_word_of_its_page_speaks_of_rules(descent):
     assert (value["parameters"], value["tokens"], value["phase"]) == (None, None, "step")
 
 
+@pytest.mark.long
 def test_a_gpu_has_times_and_results_beside_the_arguments_are_told():
     report = gspmd_lm.explain(own_steps.not_donated, target="h100:8")
     assert report.prediction.step_time_s > report.floor.compute_s > 0
@@ -199,12 +200,14 @@ def test_products_that_are_computed_for_nothing_are_a_warning(descent):
     assert all(one.code != "needless-products" for one in descent.warnings)
 
 
+@pytest.mark.long
 def test_a_step_is_traced_as_on_its_target():
     here, there = (gspmd_lm.explain(own_steps.asks_where_it_runs, target=target) for target in ("cpu:8", "v5e:2x4"))
     assert here.sent_bytes == 0 and there.sent_bytes == 4 * ROWS * WIDTH * 3 // 4
     assert jax.default_backend() == jax.devices()[0].platform == "cpu"
 
 
+@pytest.mark.long
 def test_a_function_that_says_in_python_how_it_is_split_is_not_compiled_for_tpus():
     with pytest.raises(InputError, match=r"own_steps.py:\d+, in \S+.*: custom_partitioning: .*\n  fix   .*shard_map"):
         gspmd_lm.explain(own_steps.partitioned, target="v5e:2x2")

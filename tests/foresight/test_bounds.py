@@ -81,6 +81,7 @@ def test_tensor_parallelism_is_megatrons_count(floor_of):
     assert floor_of("tp8", remat=Remat("dots")).communication_bytes == pytest.approx(of_layers + outside)
 
 
+@pytest.mark.long
 def test_a_sequence_split_residual_has_gathers_and_scatters(floor_of):
     rows = [("rules.residual.seq", ("tensor",))]
     one = 7 / 8 * ACTIVATION_BYTES
@@ -110,6 +111,7 @@ def test_data_parallelism_reduces_each_gradient(floor_of, llama):
     assert found == {"data": pytest.approx(2 * 7 / 8 * (L * LAYER * 2 + tables + norms))}
 
 
+@pytest.mark.long
 def test_replicas_sum_their_gradients_once_for_all_microbatches(floor_of, llama):
     two = {"mesh": {"data": 2}}
     found = floor_of("dp8", microbatches=4, **two).communication_by_axis
@@ -147,6 +149,7 @@ def test_keys_that_split_heads_share_are_summed(floor_of):
     assert more == L * 2 * 7 / 8 * 2 * TOKENS * 8 * 128
 
 
+@pytest.mark.long
 def test_a_weight_split_over_what_its_input_is_not_is_gathered(floor_of):
     plain, split = floor_of("dp8"), floor_of("dp8", rows=[("rules.w_up.embed", ("data",))])
     matrix = L * 7 / 8 * 2 * MLP  # gathered twice; its gradient is scattered instead of reduced to all
@@ -179,6 +182,7 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
     assert floor_of("fsdp8").compute_s is None and floor_of("fsdp8").memory_s is None
 
 
+@pytest.mark.long
 def test_what_remat_saves_is_written_and_read(floor_of):
     """Beside the inputs of layers, in [B, T, D] of each layer."""
     chip = CHIPS["h100"]
@@ -196,6 +200,7 @@ def test_what_remat_saves_is_written_and_read(floor_of):
     assert saved("none") > products
 
 
+@pytest.mark.long
 def test_what_must_be_multiplied(llama):
     config, _ = llama
     rules = rules_file.load("fsdp8")
@@ -260,6 +265,7 @@ def test_model_flops_are_those_of_the_gradients_that_a_step_computes(small, buil
     assert clipped - free == pytest.approx(2 * 4 * trained / 2765e9)
 
 
+@pytest.mark.long
 def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys_are_made_of(small):
     queries = Queries(rows=8, layers=3, embed=40, head_dim=5, mlp=56)
     vision = Vision(patches=Patches(image=16, size=4), embed=48, layers=1, head_dim=6, queries=queries)
@@ -338,6 +344,7 @@ def test_compiled_programs_move_no_less_and_little_more(small, built, read, rule
     assert reading.communication_bytes <= moved <= 1.05 * reading.communication_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rules", ["tp8", "fsdp8"])
 def test_an_adapter_sends_its_matrices_and_sums(small, built, read, rules):
     """Of one that reads the residual stream, and one that writes to it, beside a third that both configs have."""

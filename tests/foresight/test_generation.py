@@ -40,6 +40,7 @@ def report_of(cache):
 BY_DEFAULT = {"prefill": ("fsdp8",), "decode": ("decode_tp8",)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rules", "phase"), [
     pytest.param(rules, phase, marks=() if rules in BY_DEFAULT[phase] else pytest.mark.slow)
     for phase in BY_DEFAULT for rules in ("decode_tp8", "fsdp8", "fsdp2_tp4", "dp8")
@@ -51,6 +52,7 @@ def test_what_is_sent_is_the_floor(report_of, rules, phase):
     assert sent == pytest.approx(found.floor.communication_bytes, rel=0.05)
 
 
+@pytest.mark.long
 def test_queries_of_a_decode_step_move_to_a_cache_that_is_split_by_rows(report_of):
     """The cache, of one key head, does not move, nor does what makes queries; nothing else is sent for it."""
     model = dataclasses.replace(CONFIG.model, kv_heads=1)

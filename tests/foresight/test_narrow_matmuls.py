@@ -102,6 +102,7 @@ def test_a_plan_knows_how_weights_of_8_bits_meet_wider_rows_on_hopper(monkeypatc
         assert found_s[1] - found_s[0] == pytest.approx(lost_s - passes_s)
 
 
+@pytest.mark.long
 def test_a_plan_knows_that_int8_is_slow_on_hopper():
     for name, slow in (("h100", True), ("h200", True), ("b200", False)):
         usual_s, int8_s, fp8_s = (matmul_s(config_of(dtype), CHIPS[name]) for dtype in (None, "int8", "fp8"))

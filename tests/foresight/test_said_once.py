@@ -132,6 +132,7 @@ def test_every_array_of_every_family_is_known(small, family):
 # By default the family with most primitives that no other test reads; the test of a mixture reads one, plan/test_sent.py
 # a step of each kind of encoder, and layers with soft caps, windows or biases are of the primitives that
 # test_other_primitives.py has.
+@pytest.mark.long
 @pytest.mark.parametrize("family", families(*HELD_BY_OTHERS, "gemma", "neox", "qwen2_moe", *ENCODERS))
 def test_a_step_of_every_family_is_read(small, built, read, family):
     config, rules = small(**(FAMILIES | ENCODERS)[family]), rules_file.load("fsdp2_tp4")

@@ -120,6 +120,7 @@ def tokens(results):
 SLOW_VARIANTS = ("rope", "alibi", "shared", "latent")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_VARIANTS else ()) for name in VARIANTS]
 )

@@ -77,6 +77,7 @@ def test_scores_are_sums_of_log_probabilities(one, log_probabilities, monkeypatc
     assert [found.greedy for found in one.scores(likely)] == [True, False]
 
 
+@pytest.mark.long
 def test_a_layout_and_chunks_of_logits_change_nothing(one, scorer, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", 8)
     split = scorer("fsdp2_tp4")

@@ -56,6 +56,7 @@ def test_tokens_one_by_one_give_what_whole_rows_do(model):
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
+@pytest.mark.long
 def test_tokens_beyond_the_table_have_the_first_ones_embeddings(small):
     """Their embeddings for layers, not those at the beginning."""
     cfg, params = drawn(small(layers=1, **STREAMS).model)

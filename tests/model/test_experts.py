@@ -325,6 +325,7 @@ def reference(p, x_BTD, cfg, share):
     return y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "variant", ["sigmoid in groups", "dropping", *(pytest.param(name, marks=pytest.mark.slow) for name in
                                                    ("softmax", "as scored", "softmax in groups"))]

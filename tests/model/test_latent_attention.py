@@ -105,6 +105,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_token_reads_the_vectors_in_the_cache(kind, small):
     """Token by token with a cache, the hidden states are those of whole rows, with padding before some."""

@@ -239,6 +239,7 @@ def test_gradients_add_up_in_float32(small):
             assert np.linalg.norm(found[name] - gradient) <= 0.1 * np.linalg.norm(gradient), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kv_heads", "more"),
     [pytest.param(8, {}, marks=pytest.mark.slow), (4, {"attention.qk_norm": True, "attention.qk_norm_kind": "joint"})],

@@ -44,6 +44,7 @@ def test_the_cache_of_one_key_head_lies_by_rows_and_that_of_many_by_heads():
     assert shown.estimate_error(one) == "too few were compiled to say how wrong estimates are"
 
 
+@pytest.mark.long
 def test_layouts_are_compiled_as_decode_and_the_best_one_becomes_a_rules_file(monkeypatch):
     asked, layouts = [], estimated(1).candidates
     monkeypatch.setattr(search, "estimate_layouts", lambda *_: layouts)

@@ -100,6 +100,7 @@ def test_what_fits_stays(config, rules):
     assert adapt(config, "fsdp", 6, began_on=6).change  # and what has never fitted does not
 
 
+@pytest.mark.long
 def test_one_of_four_slices_is_lost_and_no_other():
     """The width of 4096 does not divide over three slices, so these hold replicas, as four slices held one."""
     llama = configs.load("llama3_8b", ["data.batch=1024"])

@@ -30,6 +30,7 @@ def target():
     return targets.parse("h100:8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("file", "more"),
     [

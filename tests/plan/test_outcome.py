@@ -148,6 +148,7 @@ def test_the_front_has_no_layout_that_another_beats_in_both(planned):
             assert b not in front
 
 
+@pytest.mark.long
 def test_the_written_file_is_the_layout(planned):
     config = configs.load("tiny")
     raws = [*RAWS, *(raw for raw, _ in space.Space(config, targets.parse("2@v6e:1x1")).fill_layouts())]

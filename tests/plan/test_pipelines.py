@@ -35,6 +35,7 @@ def simulated(llama, traces_of):
     return Estimator(llama, targets.parse("cpu:8"), traces_of(llama))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in PIPELINES]
 )

@@ -88,6 +88,7 @@ def test_the_fastest_is_found_with_few_compilations_and_the_search_stops(config)
     assert found.candidates[0] is found.best is found.ties[0]
 
 
+@pytest.mark.long
 def test_what_was_compiled_corrects_the_price_of_what_is_like_it(config):
     """Layouts that compute nothing again turn out half as slow again: those that keep names are looked at, and win."""
 
@@ -272,6 +273,7 @@ def test_targets_share_the_time_for_estimates(config, monkeypatch):
     assert until == [360 / 3, 300 / 2, 240]
 
 
+@pytest.mark.long
 def test_what_needs_a_slow_compilation_has_no_time_of_its_own(config, monkeypatch):
     monkeypatch.setattr(variants, "FILLED", (0.01,))
     limit = targets.parse("v6e:2x2").chip.usable_hbm_bytes
@@ -331,6 +333,7 @@ def test_equal_times_are_decided_by_memory_and_then_by_simplicity(config):
     assert best and best.name == compiler.asked[small]
 
 
+@pytest.mark.long
 def test_offload_that_is_slow_to_compile_comes_last_and_seldom(config, monkeypatch):
     """On v6e. Here only layouts that offload fit, and elsewhere they are compiled like all others."""
     monkeypatch.setattr(variants, "FILLED", (0.01,))  # by estimate all fits, and nothing would be offloaded

@@ -101,6 +101,7 @@ def test_what_a_published_model_sends_is_what_the_trace_says(traces_of, built, s
 TRAVEL = {"mesh": {"expert": 4}, "rules": {"batch": "expert", "expert": "expert"}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "remat",
     ["block", {"save": ["dispatched"]}, *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "dots"))],
@@ -117,6 +118,7 @@ def test_what_tokens_that_travel_send_is_what_the_trace_says(small, built, sent,
     assert found == pytest.approx(sent(step), rel=2.5e-3)  # how many rows each expert gets is left out
 
 
+@pytest.mark.long
 def test_products_of_further_rounds_are_not_counted(small, built, read, monkeypatch):
     """Of a buffer, what even loads fill is counted; of rounds, the first."""
     monkeypatch.setattr(permutes, "platform", lambda: "tpu")
@@ -137,6 +139,7 @@ LATENT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "remats"),
     [
@@ -241,6 +244,7 @@ def context_and_tensor(sequences, heads, **keys):
     return rules_file.from_dict(raw, "mixed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("context", "tensor", "form"),
     [
@@ -264,6 +268,7 @@ def test_a_tied_table_has_two_gradients_and_is_gathered_once(small, built, sent,
     assert found == pytest.approx(sent(step), rel=3e-3)  # scales are left out
 
 
+@pytest.mark.long
 def test_keys_go_round_a_ring_again_for_attention_that_is_computed_again(small, built, sent):
     step = built(small(), context_and_tensor(4, 2, context="ring"))
     found = Estimator(small(), targets.parse("cpu:8")).estimate(step.rules).sent_by_axis

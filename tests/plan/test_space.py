@@ -48,6 +48,7 @@ def test_each_passes_the_check_of_a_file_that_was_written(config, found, tmp_pat
         assert set(raw) <= CHOSEN
 
 
+@pytest.mark.long
 def test_each_of_a_model_of_ones_own_passes_the_check(mixer, space_of):
     found = list(space_of(mixer, "cpu:8"))
     assert {"width": "fsdp", "patch": "fsdp"} in [raw.get("weights") for raw in found]
@@ -76,6 +77,7 @@ def test_what_is_made_from_a_shorter_vector_is_split_as_what_the_residual_is_mad
     assert not found.refused
 
 
+@pytest.mark.long
 def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monkeypatch):
     monkeypatch.setattr(space, "LONG", 16)
     monkeypatch.setattr(space, "LEAST_POSITIONS", 8)

@@ -228,6 +228,7 @@ def test_int8_on_hopper_is_said_to_be_slower_than_bfloat16():
         assert re.search(r"a train step of experts took \d% longer than with bfloat16$", told)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_what_dots_keeps_is_as_wide_as_activations(dtype, small, built):
     """Not the sums of int32, nor float32 where activations are bfloat16; and no product is computed again."""

@@ -158,6 +158,7 @@ class Dropping(nnx.Module):
         return self.drop(self.norm(self.layer(x))) * self.scale
 
 
+@pytest.mark.long
 def test_a_module_of_nnx_draws_keeps_state_and_is_evaluated_without_either():
     task = gspmd_lm.Task(
         name="dropping", init=lambda key: Dropping(nnx.Rngs(key)), optimizer=optax.sgd(0.1),

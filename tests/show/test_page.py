@@ -261,6 +261,7 @@ def test_the_mesh_in_a_browser(visit, width):
     assert wanted in activation  # in use, although at rest was asked for
 
 
+@pytest.mark.long
 def test_several_in_a_browser(visit):
     told = visit(375, "LLAMA", "FSDP")
     assert told["picks"] == ["fsdp", "fsdp_tp"]

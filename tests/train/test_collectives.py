@@ -89,6 +89,7 @@ def test_zero3_moves_no_activations(moved):
     assert rows * T * D not in {c.elements for c in in_layers(found)} - matrices
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_data_parallelism_reduces_each_gradient_once_per_step(moved, microbatches, small, built):
     found = moved("dp8", microbatches=microbatches)

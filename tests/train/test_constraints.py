@@ -145,6 +145,7 @@ def test_every_constraint_of_training_reaches_the_compiler(lora, sized, built):
     assert traced.lower().as_text().count("sdy.sharding_constraint") >= made - 2  # the compiler's own merging
 
 
+@pytest.mark.long
 def test_new_rules_are_not_mistaken_for_old_ones(small, built):
     """Two layouts of one config in one process give two programs."""
     config = small(layers=1)

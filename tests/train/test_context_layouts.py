@@ -54,6 +54,7 @@ SENT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
 def test_a_form_changes_nothing_and_sends_the_least(form, same):
     """Beside fully sharded weights, with packed documents, dropout, z-loss and blocks that are computed again."""
@@ -77,6 +78,7 @@ def latent_rules():
     return rules_of("gather", {"fsdp": 2, "context": 4}, {"batch": "fsdp"}, weights=weights, remat=kept)
 
 
+@pytest.mark.long
 def test_of_latent_attention_the_vectors_are_gathered_that_keys_are_made_from(settings, built):
     """16 and 2 numbers for each token, not 6 + 4 for each of its heads; and their gradients are a reduce-scatter."""
     found = count(trace_gradients(built(settings(**LATENT), latent_rules())).lower().compile().as_text())
@@ -104,6 +106,7 @@ def test_latent_attention_whose_vectors_are_gathered_stays_the_same(mesh, whole,
 TWO_KINDS = {"layer_pattern": ("sliding", "chunked"), "attention.window": 7, "attention.chunk": 5}
 
 
+@pytest.mark.long
 def test_gradients_of_weights_are_summed_over_tokens_at_once(settings, built):
     """A reduce-scatter over both axes for each matrix, and no all-reduce of one."""
     rules = rules_of("gather", {"fsdp": 2, "context": 4}, {"batch": "fsdp"}, weights={"embed": ["fsdp", "context"]})

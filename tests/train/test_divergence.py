@@ -12,6 +12,7 @@ from tests.train.runs import TRAIN, rows_of, state_of
 WILD = {"learning_rate": 1.0e30, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
 
 
+@pytest.mark.long
 def test_steps_that_are_not_finite_stop_the_run(run, small, tmp_path):
     """A learning rate that throws the weights to infinity: later steps are skipped and counted (see test_step.py)."""
     changes = {"max_skipped": 3, "eval_every": 0, "steps": 30}

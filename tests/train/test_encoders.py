@@ -65,6 +65,7 @@ def test_a_layout_changes_nothing(layout, kind, small, course):
     agree(found, alone, rtol=1e-6, atol=0, unseen=("layers.attention.bk",))
 
 
+@pytest.mark.long
 def test_what_all_layers_share_is_gathered_and_reduced_once(small, built, read):
     step = built(small(**KINDS["shared"], compute_dtype="bfloat16", matmul_precision="default"), "fsdp8")
     sent = [one for one in read(step).transfers if one.array.startswith("layers.") and ".w" in one.array]
@@ -72,6 +73,7 @@ def test_what_all_layers_share_is_gathered_and_reduced_once(small, built, read):
     assert {(one.kind, one.dtype) for one in sent} == {("all-gather", "bfloat16"), ("reduce-scatter", "float32")}
 
 
+@pytest.mark.long
 def test_a_shared_matrix_that_is_split_over_what_splits_tokens_is_placed_by_each_layer(small, built, read):
     raw = {"mesh": {"data": 8}, "rules": {"batch": "data", "w_up.embed": "data"}}
     sent = read(built(small(**KINDS["shared"]), rules_file.from_dict(raw, "here.yaml"))).transfers

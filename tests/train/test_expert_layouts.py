@@ -203,6 +203,7 @@ def agree(computed, name, model, rules=None, router=1.0):
     return found
 
 
+@pytest.mark.long
 def test_what_an_expert_axis_sends(computed):
     """Tokens travel out and home in each direction, and out once more where a block is computed again. A device
     gathers its own experts alone, which are a half of a half of all; and no device has the logits of others."""

@@ -85,6 +85,7 @@ def test_a_layout_changes_nothing(trained, rules, microbatches, model):
     assert len(flat(want.gradients)) == 14 and all(is_adapter(path) for path in flat(want.gradients))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rules", ["single", "tp8"])
 def test_only_adapters_change(trained, rules):
     found = trained(rules)
@@ -104,6 +105,7 @@ def test_tensor_parallelism_reduces_only_small_arrays_for_adapters(trained):
     assert all("transpose" in c.op_name for c in loop if c not in large)
 
 
+@pytest.mark.long
 def test_frozen_weights_have_no_matmuls_of_their_own(trained, small, built):
     """Of the three products of a weight (output, gradients of input and of weight) the last is not there."""
 

@@ -95,6 +95,7 @@ def test_the_loss_is_focal_and_dice_and_the_quality_of_masks(drawn_before):
     assert progress.describe_scored(scores) == "2 objects were scored"
 
 
+@pytest.mark.long
 def test_what_is_beside_the_image_changes_no_mask(small):
     model = small(data=ROWS, **LEAN).model
     rng = np.random.default_rng(0)

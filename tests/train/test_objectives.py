@@ -127,6 +127,7 @@ def test_data_of_another_objective_is_refused(kind, changes, message, folder):
         loader.open_loaders(load("bert.yaml", changes))
 
 
+@pytest.mark.long
 def test_a_head_that_weights_lack_is_new(folder, small, built):
     """A model that says a number begins with what guessed tokens, and a classifier with that."""
     shared = {"layers": 1, **BERT | {"vocab": 61, "padded_vocab": 64, "context": 32}}

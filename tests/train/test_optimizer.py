@@ -103,6 +103,7 @@ def test_decay_is_of_matrices_only(name, small):
         assert bool((np.asarray(update) == 0).all()) != optimizer.is_matrix(leaf.axes), leaf
 
 
+@pytest.mark.long
 def test_adafactor_treats_each_layer_as_it_would_alone(small):
     """Stacking layers changes no update: the third layer's is that of a model with this layer only."""
     options = dict(optimizer={"name": "adafactor", "weight_decay": 0.0, "clip_norm": 0.0})
@@ -130,6 +131,7 @@ def test_muon_makes_each_layers_matrix_orthogonal(small):
     assert np.asarray(updates["embedding"]).std() > 0
 
 
+@pytest.mark.long
 def test_layouts_agree_on_the_updates_of_adafactor(small, built):
     """Its factors are sums over axes that a layout splits."""
     config = small(kv_heads=4, optimizer={"name": "adafactor"})

@@ -151,6 +151,7 @@ def once_for(config, stages, fsdp, replicas):
     return 2 * (replicas - 1) / replicas * 4 * of_layers / stages / fsdp
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "pipeline",
     [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in (ONE_BY_ONE, INPUTS, {"gather": "step"}))],
@@ -219,10 +220,12 @@ def turns_of_two(small, course):
     return course(small(**EIGHT), rules_of(FIRST, mesh=FOUR, microbatches=8, **ONE_BY_ONE))
 
 
+@pytest.mark.long
 def test_nor_does_the_schedule(turns_of_two, small, course):
     agree(turns_of_two, course(small(**EIGHT), "single", unroll=1))
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_microbatches(turns_of_two, small, built):
     half, rules = small(**EIGHT, data={"batch": B // 2}), rules_of(FIRST, mesh=FOUR, **ONE_BY_ONE)
     fewer, more = courses.trace_gradients(built(half, rules)).lower().compile(), turns_of_two.program
@@ -252,6 +255,7 @@ def test_stages_that_keep_their_inputs_alone_give_the_same_gradients(small, cour
     agree(course(config, rules_of(FIRST, microbatches=8, **INPUTS)), course(config, "single", unroll=1))
 
 
+@pytest.mark.long
 def test_stages_that_keep_their_inputs_alone_keep_less(small, built, read):
     config, layers, inputs = small(**EIGHT), rules_of(FIRST), rules_of(FIRST, **INPUTS)
     rows = B // 4 // 2 * T // 2 * D * 4  # of a microbatch on a device, in bytes

@@ -71,6 +71,7 @@ def test_a_layout_changes_nothing(kind, layout, small, course):
         assert np.array_equal(before, after)
 
 
+@pytest.mark.long
 def test_the_gradient_of_a_bias_by_distance_is_that_of_its_table_before_devices_add_it_up(small, built):
     """Not of all pairs of tokens, which are many more."""
     made = built(small(**T5), "fsdp8")
@@ -80,6 +81,7 @@ def test_the_gradient_of_a_bias_by_distance_is_that_of_its_table_before_devices_
     assert {one.array: one.shape for one in sums} == {"relative_bias": (8, 8), "encoder": (8, 16)}  # ranges, heads
 
 
+@pytest.mark.long
 def test_where_a_source_is_split_what_the_encoder_made_is_gathered_once_and_no_keys_are(small, built, read):
     rows, tokens, width = 32, 16, 32
     found = [one for one in read(built(small(**BART), "cp8")).transfers if one.array.startswith("layers.cross")]

@@ -105,6 +105,7 @@ def batch_of(lengths, T=10):
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_text_is_read_at_its_last_token_and_an_image_without_its_padding(model):
     run, batch = jax.jit(lambda batch: apply(model, weights(model), batch)[:2]), batch_of([4, 10])
     text, image = run(batch)

@@ -38,6 +38,7 @@ def test_every_way_to_unroll_computes_the_same(three, rules, unroll):
         np.testing.assert_allclose(seen, wanted, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_one_cpu_device_has_no_loop_by_default(three, small, built):
     assert layer_loops(three()) == 0
     assert layer_loops(three(unroll=1)) == 2  # forward and backward

@@ -74,6 +74,7 @@ def both(cfg, place, qkv, weigh, batch, own_RN=None):
         return jax.jit(whole)(qkv, weigh, batch), jax.jit(split)(qkv, weigh, batch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "packed", "blocks", "mask"),
     [

@@ -226,6 +226,7 @@ def test_more_numbers_than_cudnn_counts_are_refused(monkeypatch):
         jax.eval_shape(call, q, k, k, SINKS, jax.ShapeDtypeStruct((2, 2**18), jnp.int32))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "packed"), [pytest.param("ring", False, marks=pytest.mark.slow), ("ring", True), ("ulysses", True)]
 )
