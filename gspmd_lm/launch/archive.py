@@ -20,7 +20,7 @@ def own_files(job: Job) -> list[str]:
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.lstrip("-").removeprefix("set=").partition("=")
         value = value if equals else following  # --config=NAME, or --config NAME
-        if name in ("config", "rules", "data.tokenizer") and value and files.expand_user(value).exists():
+        if name in ("config", "rules", "chip", "executable", "data.tokenizer") and value and files.expand_user(value).exists():
             path = Path(value)
             if path.is_absolute() or ".." in path.parts or value.startswith("~"):
                 raise InputError(f"train: {value}: lies outside of this folder\n  fix   copy it here")

@@ -173,15 +173,17 @@ def test_a_file_beside_the_code_is_sent_and_one_of_the_code_is_not_sent_twice(mo
     checkout = tmp_path / "checkout"
     for name in ("gspmd_lm", "rules"):
         (checkout / name).mkdir(parents=True)
-    for name in ("own.yaml", "tokens.json", "rules/mine.yaml"):
+    for name in ("own.yaml", "tokens.json", "mine.chip.yaml", "step.bin", "rules/mine.yaml"):
         (checkout / name).touch()
     monkeypatch.setattr("gspmd_lm.versions.PACKAGE", checkout / "gspmd_lm")
     monkeypatch.chdir(checkout)
     for train in (
-        "--config=own.yaml --rules=rules/mine.yaml --set=data.tokenizer=tokens.json",
-        "--config own.yaml --rules rules/mine.yaml --set data.tokenizer=tokens.json",
+        "--config=own.yaml --rules=rules/mine.yaml --set=data.tokenizer=tokens.json --chip=mine.chip.yaml "
+        "--executable=step.bin",
+        "--config own.yaml --rules rules/mine.yaml --set data.tokenizer=tokens.json --chip mine.chip.yaml "
+        "--executable step.bin",
     ):
-        assert archive.own_files(Job(train=train)) == ["own.yaml", "tokens.json"]
+        assert archive.own_files(Job(train=train)) == ["own.yaml", "tokens.json", "mine.chip.yaml", "step.bin"]
 
 
 def test_memory_is_that_of_the_attention_kernel_that_will_run():
