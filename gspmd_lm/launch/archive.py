@@ -8,6 +8,7 @@ from gspmd_lm.launch import place
 from gspmd_lm.launch.job import Job
 
 NAME = "gspmd_lm.tar.gz"
+_NAMING_FILES = ("config", "rules", "chip", "executable", "data.tokenizer")  # flags and settings
 _OF_CHECKOUT = ("main.py", "pyproject.toml", "README.md", "LICENSE", "gspmd_lm", "rules", "configs")
 
 
@@ -20,7 +21,7 @@ def own_files(job: Job) -> list[str]:
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.lstrip("-").removeprefix("set=").partition("=")
         value = value if equals else following  # --config=NAME, or --config NAME
-        if name in ("config", "rules", "chip", "executable", "data.tokenizer") and value and files.expand_user(value).exists():
+        if name in _NAMING_FILES and value and files.expand_user(value).exists():
             path = Path(value)
             if path.is_absolute() or ".." in path.parts or value.startswith("~"):
                 raise InputError(f"train: {value}: lies outside of this folder\n  fix   copy it here")
