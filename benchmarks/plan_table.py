@@ -84,7 +84,7 @@ def find(pair: Pair, minutes: float) -> str:
     """The text of the file of a pair. With 0 minutes nothing is compiled."""
     config, where, command = pair.load()
     try:
-        plan = search.plan(config, where, minutes=minutes or 5, most=40 if minutes else 0, say=print)
+        plan = search.plan(config, where, minutes=minutes or 60, most=40 if minutes else 0, say=print)
     except InputError as error:
         return _text("no layout: " + str(error).splitlines()[0], {"minutes": minutes}, "")
     fitting = [one for one in plan.candidates if one.limit_bytes and one.estimate.peak_bytes <= one.limit_bytes]

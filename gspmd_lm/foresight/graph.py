@@ -65,7 +65,7 @@ class Node:
         """The array that is placed here; "" if none is."""
         return self.placed.array if self.placed else ""
 
-    @property
+    @functools.cached_property
     def is_float(self) -> bool:
         """Whether it holds numbers of the model, which may be int8, or int32 as sums of their products."""
         return jnp.issubdtype(self.dtype, jnp.floating) or self.dtype == jnp.int8 or self.primitive in MATMULS
@@ -133,6 +133,8 @@ class DataflowGraph:
         # Caches stand in the instance, so that they go with the program.
         self.activations_around = functools.cache(self._activations_around)
         self.made_from = functools.cache(self._made_from)
+        self.applied_to = functools.cache(self._applied_to)
+        self._neighbours = functools.cache(self._find_neighbours)
         self.weights, self.trained = frozenset(weights), frozenset(trained)
         self.nodes: list[Node] = []
         inputs = [self._node("input", "", var.aval, 1) for var in program.jaxpr.invars]
@@ -319,7 +321,7 @@ class DataflowGraph:
         """The matmuls whose derivative is written by hand: the gradient of what they read may go round the read."""
         return {matmul.node: matmul for matmul in self.matmuls if matmul.node.residuals is not None}
 
-    def applied_to(self, path: str) -> Node | None:
+    def _applied_to(self, path: str) -> Node | None:
         """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with.
 
         Of a bias of groups, it is what their matmuls read.
@@ -366,31 +368,31 @@ class DataflowGraph:
 
     def before(self, start: Iterable[Node], past_matmuls: bool = True) -> list[Node]:
         """The activations that were placed last before some operations."""
-        return list(filter(self.is_activation, self._neighbours(start, False, past_matmuls)))
+        return list(filter(self.is_activation, self._neighbours((*start,), False, past_matmuls)))
 
     def after(self, start: Iterable[Node], past_matmuls: bool = True) -> list[Node]:
         """The activations that are placed first after some operations."""
-        return list(filter(self.is_activation, self._neighbours(start, True, past_matmuls)))
+        return list(filter(self.is_activation, self._neighbours((*start,), True, past_matmuls)))
 
     def _between(self, start: Iterable[Node]) -> list[Node]:
         """Some operations, and those after them before an activation is placed."""
-        start = list(start)
+        start = (*start,)
         return [*start, *(node for node in self._neighbours(start, True, False) if not node.placed)]
 
-    def _neighbours(self, start: Iterable[Node], forward: bool, past_matmuls: bool) -> Iterator[Node]:
+    def _find_neighbours(self, start: tuple[Node, ...], forward: bool, past_matmuls: bool) -> list[Node]:
         """The operations after or before some others, the nearest first, as far as the next placement.
 
         Operations that belong to another weight are not passed, nor integers.
         """
-        start = list(start)
         owners = {(), *(node.name.owners for node in start)}
 
         def passes(node: Node) -> bool:
             return not node.placed and node.name.owners in owners and (past_matmuls or node.primitive not in MATMULS)
 
-        return breadth_first(
-            start, lambda node: [n for n in (node.users if forward else node.inputs) if n.is_float], passes
-        )
+        def near(node: Node) -> list[Node]:
+            return [one for one in (node.users if forward else node.inputs) if one.is_float]
+
+        return [*breadth_first(start, near, passes)]
 
     def _activations_around(self, weight: str = "", modules: tuple[str, ...] = ()) -> frozenset[str]:
         """Names of the activations that operations stand between: those of a weight, or part of the step, or module."""

@@ -217,8 +217,24 @@ class Network:
         return between_s + max(crossings_s)
 
     def _permute_s(self, chip: Chip, size_bytes: float, pairs: Groups) -> float:
-        """The seconds of a permute on its fullest link. Each pair takes a shortest path, dimension by dimension."""
-        gpu, dcn_bytes_per_s = chip.platform == "gpu", self._dcn_bytes_per_s(chip)
+        """The seconds of a permute on its fullest link."""
+        s_per_byte, longest, has_load, crosses = self._fullest(pairs)
+        if chip.platform == "gpu" and has_load:
+            return _nccl_s(s_per_byte * size_bytes, int(not crosses), int(crosses))
+        return max(s_per_byte * size_bytes, longest * ICI_HOP_S)
+
+    @functools.cached_property
+    def _fullest(self) -> Callable[[Groups], tuple[float, int, bool, bool]]:
+        return functools.cache(self._find_fullest)
+
+    def _find_fullest(self, pairs: Groups) -> tuple[float, int, bool, bool]:
+        """Of the fullest link of a permute: its seconds for each byte that a pair sends.
+
+        Each pair takes a shortest path, dimension by dimension. Also gives the hops of the longest path, whether
+        anything is sent, and whether anything crosses the network.
+        """
+        assert self.chip
+        chip, gpu, dcn_bytes_per_s = self.chip, self.chip.platform == "gpu", self._dcn_bytes_per_s(self.chip)
         devices, outside = collections.Counter(self.hosts), self._outsides if gpu else self.slices
         loads: collections.Counter[tuple] = collections.Counter()  # kind, bytes/s and place of a link -> its pairs
         longest = 0
@@ -240,11 +256,8 @@ class Network:
                 path = self._path(self.coords[source], self.coords[target])
                 loads.update(("ici", chip.ici_link_bytes_per_s, self.slices[source], *hop) for hop in path)
                 longest = max(longest, len(path))
-        slowest = max((load * size_bytes / speed for (_, speed, *_), load in loads.items()), default=0.0)
-        if gpu and loads:
-            crosses = any(link[0] == "network" for link in loads)
-            return _nccl_s(slowest, int(not crosses), int(crosses))
-        return max(slowest, longest * ICI_HOP_S)
+        slowest = max((load / speed for (_, speed, *_), load in loads.items()), default=0.0)
+        return slowest, longest, bool(loads), any(link[0] == "network" for link in loads)
 
     def _path(self, start: Sequence[int], end: Sequence[int]) -> list[tuple]:
         """The links of a shortest path, each (from, to)."""

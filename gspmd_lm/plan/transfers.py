@@ -14,6 +14,7 @@ of each step instead (foresight/propagation): on two busy cores that took 102 ms
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -81,6 +82,7 @@ class Transfers:
     def __init__(self, part: Part, arrays: Arrays, forward_alone: bool = False):
         self.part, self.rules, self.graph = part, part.rules, part.graph
         self.forward_alone = forward_alone
+        self.sharding = functools.cache(self._sharding)
         rules, self.microbatches = part.rules, part.rules.microbatches
         self.saved = {*rules.remat.save, *rules.remat.offload}  # names of activations
         self.reduced_last = {*part.reduced_last}
@@ -158,7 +160,7 @@ class Transfers:
                     local_bytes = weight.elements * weight.itemsize / self.rules.num_shards(mesh_axes(sharding))
                     self.add_once({(SENT_ON, over): sent_parts * local_bytes}, "weights", step.microbatches)
 
-    def sharding(self, node: Node) -> dict[str, tuple[str, ...]]:
+    def _sharding(self, node: Node) -> dict[str, tuple[str, ...]]:
         """The sharding of an activation. Key positions are called seq, for both come from the block's input."""
         assert node.placed
         array, axes, _ = node.placed

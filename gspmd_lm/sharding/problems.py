@@ -10,6 +10,8 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, either
 from gspmd_lm.units import human_bytes, plural
 
+_FLOWS: dict[str, str] = {}  # what `flow` has given: a plan asks for the same rows thousands of times
+
 UNUSED = "rule-matched-nothing"  # the code of the warning about a row that has no effect
 
 
@@ -168,4 +170,7 @@ def place(path: str, flags: Mapping[str, str], key: str, value: Any) -> str:
 
 def flow(value: Any) -> str:
     """A value as one line of YAML."""
-    return core_yaml.dump([value], flow=True).strip()[1:-1]
+    key = repr(value)
+    if key not in _FLOWS:
+        _FLOWS[key] = core_yaml.dump([value], flow=True).strip()[1:-1]
+    return _FLOWS[key]
