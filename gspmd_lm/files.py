@@ -104,7 +104,7 @@ def replaceable(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def locked(path: epath.PathLike, timeout_s: float = -1) -> Iterator[None]:
+def lock(path: epath.PathLike, timeout_s: float = -1) -> Iterator[None]:
     """A context that one process at a time is in, by a lock file at `path`. The lock of a dead process is free.
 
     On a file system without locks the lock file is `path` with `.lease` after it, which its holder renews. The lease of

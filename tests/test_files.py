@@ -70,8 +70,8 @@ def test_one_at_a_time_has_a_lock_on_any_file_system(tmp_path, monkeypatch, code
     if code:
         monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(code, os.strerror(code))))
     for _ in range(2):  # it is free again afterwards
-        with files.locked(tmp_path / "lock"):
-            with pytest.raises(filelock.Timeout), files.locked(tmp_path / "lock", timeout_s=0):
+        with files.lock(tmp_path / "lock"):
+            with pytest.raises(filelock.Timeout), files.lock(tmp_path / "lock", timeout_s=0):
                 raise AssertionError("two at a time")
             assert (tmp_path / "lock.lease").exists() == bool(code)
 
@@ -81,7 +81,7 @@ def test_a_killed_process_keeps_no_lock_on_a_file_system_without_locks(tmp_path,
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "lock.lease")], check=False, timeout=60)
     assert (tmp_path / "lock.lease").exists()
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    with files.locked(tmp_path / "lock", timeout_s=5):
+    with files.lock(tmp_path / "lock", timeout_s=5):
         pass
 
 

@@ -386,7 +386,7 @@ class _Claims:
         name = f"{MAKING}/{unit.number:05d}"
         if self.folder.is_local:
             try:
-                stack.enter_context(files.locked(Path(self.folder.address, f"{name}.lock"), timeout_s=0))
+                stack.enter_context(files.lock(Path(self.folder.address, f"{name}.lock"), timeout_s=0))
             except (filelock.Timeout, FileNotFoundError):  # MAKING is deleted when all is made
                 return False
             return True

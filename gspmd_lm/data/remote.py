@@ -168,7 +168,7 @@ def _copy(file: RemoteFile, copy: Path, copied: Callable[[int], None]) -> None:
     """Copies one file; of several processes on a machine, one does, and the others wait for it."""
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(f"{copy.parent}.lock"):
+        with files.lock(f"{copy.parent}.lock"):
             if _is_copied(copy):
                 return
             with files.replacing(copy) as new, new.open("wb") as out:

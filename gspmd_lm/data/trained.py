@@ -189,7 +189,7 @@ def tokenizer_of_source(
             return path
         path = cache_entry(path.parent) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(path.with_suffix(".lock")):
+        with files.lock(path.with_suffix(".lock")):
             if not path.exists() or files.damage(path.parent, (FILE,)):
                 path.unlink(missing_ok=True)
                 train_tokenizer(_sample(source, progress), size, path, special)

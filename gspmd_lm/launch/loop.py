@@ -314,7 +314,7 @@ class Launch:
     def _alone(self) -> Iterator[None]:
         """A context in which no other launch of this machine works on the same run."""
         try:
-            with files.locked(self.folder / "lock", timeout_s=0):
+            with files.lock(self.folder / "lock", timeout_s=0):
                 yield
         except filelock.Timeout as error:
             raise InputError(

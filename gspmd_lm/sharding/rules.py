@@ -217,35 +217,26 @@ class Rules:
         a weight places its adapter too, unless a row names the adapter's matrix; compare `Vocabulary.placed_like`.
         """
         key = table, path, axis
-        if key not in self._found:
-            self._found[key] = self._find_row(*key)
-        return self._found[key]
+        if key not in self._row_cache:
+            self._row_cache[key] = self._find_row(*key)
+        return self._row_cache[key]
 
     def _find_row(self, table: str, path: str, axis: str) -> Row | None:
         if self.pipeline and axis == self.vocabulary.stages:
             if path.partition(".")[0] != axis:
                 return None  # layers outside of the stages, which all stages compute
             table = max(table, "weights", key=TABLES.index)  # a stage computes with the layers that it holds
-        other = self.vocabulary.placing_path(path)
-        for name in reversed(TABLES[: TABLES.index(table) + 1]):
-            rows = self._rows_by_key.get((name, axis), ())
-            matches = [row for row in rows if row.mentions(path) or row.mentions(other)]
+        rows, other = [row for row in self.rows if row.axis == axis], self.vocabulary.placing_path(path)
+        for name in reversed(TABLES[: TABLES.index(table) + 1]) if rows else ():
+            matches = [row for row in rows if row.table == name and (row.mentions(path) or row.mentions(other))]
             if matches:
                 return max(matches, key=lambda row: (row.array != "" and row.mentions(path), len(row.array)))
         return None
 
     @functools.cached_property
-    def _found(self) -> dict[tuple[str, str, str], Row | None]:
+    def _row_cache(self) -> dict[tuple[str, str, str], Row | None]:
         """What `row` has found."""
         return {}
-
-    @functools.cached_property
-    def _rows_by_key(self) -> dict[tuple[str, str], list[Row]]:
-        """Table and axis -> its rows."""
-        found: dict[tuple[str, str], list[Row]] = {}
-        for row in self.rows:
-            found.setdefault((row.table, row.axis), []).append(row)
-        return found
 
     def split(self, table: str, path: str, axis: str) -> tuple[str, ...]:
         """The mesh axes that split one axis of an array; the first is the outermost."""
