@@ -39,11 +39,14 @@ PAGE = """# Planned layouts of published models
 `python main.py explain --config=MODEL --rules=FILE --target=TARGET`. The first line of a file has the command that
 found the layout, and the known error of what is expected of it. A step has {tokens:,} tokens for each device. It has
 one row for each device where a row is longer, or where the model reads no tokens. Nothing here ran on an accelerator.
-`compiled` is how many layouts were compiled. With 0 it is the best estimate that is shown. A pair without a line was
-not planned yet: of {all} there are {done}.
-
-| model | target | layout | a step | memory of a device | compiled |
-|---|---|---|---|---|---|
+`compiled` is how many layouts were compiled. With 0 it is the best estimate that is shown. Of {all} pairs of a model
+and a target, {done} are planned.
+"""
+OF_TARGET = """
+## {target}
+{error}
+| model | layout | a step | memory of a device | compiled |
+|---|---|---|---|---|
 """
 
 
@@ -113,21 +116,25 @@ def _text(first: str, found: dict[str, Any], rules: str) -> str:
 
 
 def page() -> str:
-    """The page of all pairs that were looked for."""
-    done = sum(bool(facts(pair.file)) for pair in pairs())
-    lines = []
-    for pair in pairs():
-        if not (found := facts(pair.file)):
-            continue
-        model, first = Path(pair.model).stem, pair.file.read_text().splitlines()[0].removeprefix("# ")
-        if "step_s" not in found:
-            lines.append(f"| `{model}` | `{pair.target}` | {first.partition(' (')[0]} | | | |")
-            continue
-        layout, step = first.partition(", found by")[0], human_seconds(found["step_s"])
-        file = pair.file.relative_to(PLANS.parent)
-        lines.append(f"| [`{model}`]({file}) | `{pair.target}` | {layout} | {step} | "
-                     f"{human_bytes(found['peak_bytes'])} | {found['compiled']} |")  # fmt: skip
-    return PAGE.format(tokens=TOKENS_PER_DEVICE, all=len([*pairs()]), done=done) + "\n".join(lines) + "\n"
+    """The page of all pairs that were looked for, one table for each target."""
+    done, text = 0, ""
+    for target in TARGETS:
+        lines = [_line(pair, found) for pair in pairs(of=[target]) if (found := facts(pair.file))]
+        done += len(lines)
+        known = estimate_error(targets.parse(target))
+        error = f"\nEstimates are {known[1]:.1%} off in the mean of {known[0]} compiled layouts.\n" if known else ""
+        text += OF_TARGET.format(target=target, error=error) + "".join(lines) if lines else ""
+    return PAGE.format(tokens=TOKENS_PER_DEVICE, all=len([*pairs()]), done=done) + text
+
+
+def _line(pair: Pair, found: dict[str, Any]) -> str:
+    """The line of a pair in the table of its target."""
+    model, first = Path(pair.model).stem, pair.file.read_text().splitlines()[0].removeprefix("# ")
+    if "step_s" not in found:
+        return f"| `{model}` | {first.partition(' (')[0]} | | | |\n"
+    layout, step = first.partition(", found by")[0], human_seconds(found["step_s"])
+    file, memory = pair.file.relative_to(PLANS.parent), human_bytes(found["peak_bytes"])
+    return f"| [`{model}`]({file}) | {layout} | {step} | {memory} | {found['compiled']} |\n"
 
 
 def main() -> None:
