@@ -218,19 +218,19 @@ class Network:
 
     def _permute_s(self, chip: Chip, size_bytes: float, pairs: Groups) -> float:
         """The seconds of a permute on its fullest link."""
-        s_per_byte, longest, has_load, crosses = self._fullest(pairs)
+        s_per_byte, longest, has_load, crosses = self._permute_load(pairs)
         if chip.platform == "gpu" and has_load:
             return _nccl_s(s_per_byte * size_bytes, int(not crosses), int(crosses))
         return max(s_per_byte * size_bytes, longest * ICI_HOP_S)
 
     @functools.cached_property
-    def _fullest(self) -> Callable[[Groups], tuple[float, int, bool, bool]]:
-        return functools.cache(self._find_fullest)
+    def _permute_load(self) -> Callable[[Groups], tuple[float, int, bool, bool]]:
+        return functools.cache(self._find_permute_load)
 
-    def _find_fullest(self, pairs: Groups) -> tuple[float, int, bool, bool]:
-        """Of the fullest link of a permute: its seconds for each byte that a pair sends.
+    def _find_permute_load(self, pairs: Groups) -> tuple[float, int, bool, bool]:
+        """What a permute asks of its links. Each pair takes a shortest path, dimension by dimension.
 
-        Each pair takes a shortest path, dimension by dimension. Also gives the hops of the longest path, whether
+        Gives the seconds of the fullest link for each byte that a pair sends, the hops of the longest path, whether
         anything is sent, and whether anything crosses the network.
         """
         assert self.chip

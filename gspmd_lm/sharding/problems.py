@@ -10,9 +10,8 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, either
 from gspmd_lm.units import human_bytes, plural
 
-_FLOWS: dict[str, str] = {}  # what `flow` has given: a plan asks for the same rows thousands of times
-
 UNUSED = "rule-matched-nothing"  # the code of the warning about a row that has no effect
+_FLOWS: dict[str, str] = {}  # what `flow` has given: a plan asks for the same rows thousands of times
 
 
 class ShardingError(InputError):
