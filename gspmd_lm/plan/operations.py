@@ -263,17 +263,7 @@ class OpGraph:
 
     def _saved_activations(self, remat: Remat) -> SavedActivations:
         on_host, on_device, recomputed = dict[Node, None](), dict[Node, None](), set[Node]()
-        waiting = [
-            near for node in self.graph.nodes if self.in_block(node) for near in self._needed_by_derivative(node)
-        ]
-        waiting += [
-            near
-            for kernel in self.attention_ops
-            if kernel.backward
-            for node in kernel.nodes
-            for near in node.inputs
-            if near not in kernel.nodes
-        ]
+        waiting = [*self._needed_backward]
         while waiting:
             node = waiting.pop()
             if node in recomputed or node in on_host or node in on_device:
@@ -325,6 +315,20 @@ class OpGraph:
             for op in self.every_op
             if op.trip_count == trip_count and op.nodes <= later and next(iter(op.nodes)).name.modules[:1] == loop
         )
+
+    @functools.cached_property
+    def _needed_backward(self) -> list[Node]:
+        """The values that the derivatives of blocks need."""
+        needed = [near for node in self.graph.nodes if self.in_block(node) for near in self._needed_by_derivative(node)]
+        needed += [
+            near
+            for kernel in self.attention_ops
+            if kernel.backward
+            for node in kernel.nodes
+            for near in node.inputs
+            if near not in kernel.nodes
+        ]
+        return needed
 
     def _needed_by_derivative(self, node: Node) -> Iterable[Node]:
         """The values that the derivative of an operation needs."""

@@ -341,7 +341,8 @@ class Transfers:
         return bytes_over
 
     def axes_key(self, names: Iterable[str]) -> str:
-        return "+".join(name for name in self.rules.mesh if name in set(names))
+        wanted = {*names}
+        return "+".join(name for name in self.rules.mesh if name in wanted)
 
     def gather(self, weight: Parameter, itemsize: int) -> None:
         """Adds the gather of a weight for compute. A weight that no loop uses is gathered once for all microbatches."""
