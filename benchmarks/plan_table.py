@@ -31,6 +31,7 @@ SHIPPED = ("deepseek_v3", "gpt2_124m", "llama3_405b", "llama3_70b", "llama3_8b",
            "qwen3_235b_a22b", "t5_11b", "vit_22b")  # fmt: skip
 TARGETS = ("h100:8", "h100:16x8", "h200:4x8", "b200:2x8", "a100:8x8", "v4:4x4x4", "v5e:16x16", "v5p:4x4x8",
            "v6e:16x16", "tpu7x:4x4x4")  # fmt: skip
+SEARCH_MINUTES = 60  # without compiling; so long that a busy machine leaves nothing out
 TOKENS_PER_DEVICE = 16384  # of a step. What has no tokens has one row for each device.
 FACTS = "# facts: "
 PAGE = """# Planned layouts of published models
@@ -42,7 +43,7 @@ one row for each device where a row is longer, or where the model reads no token
 `compiled` is how many layouts were compiled. With 0 it is the best estimate that is shown. Of {all} pairs of a model
 and a target, {done} are planned.
 """
-OF_TARGET = """
+TABLE = """
 ## {target}
 {error}
 | model | layout | a step | memory of a device | compiled |
@@ -87,7 +88,7 @@ def find(pair: Pair, minutes: float) -> str:
     """The text of the file of a pair. With 0 minutes nothing is compiled."""
     config, where, command = pair.load()
     try:
-        plan = search.plan(config, where, minutes=minutes or 60, most=40 if minutes else 0, say=print)
+        plan = search.plan(config, where, minutes=minutes or SEARCH_MINUTES, most=40 if minutes else 0, say=print)
     except InputError as error:
         return _text("no layout: " + str(error).splitlines()[0], {"minutes": minutes}, "")
     fitting = [one for one in plan.candidates if one.limit_bytes and one.estimate.peak_bytes <= one.limit_bytes]
@@ -123,7 +124,7 @@ def page() -> str:
         done += len(lines)
         known = estimate_error(targets.parse(target))
         error = f"\nEstimates are {known[1]:.1%} off in the mean of {known[0]} compiled layouts.\n" if known else ""
-        text += OF_TARGET.format(target=target, error=error) + "".join(lines) if lines else ""
+        text += TABLE.format(target=target, error=error) + "".join(lines) if lines else ""
     return PAGE.format(tokens=TOKENS_PER_DEVICE, all=len([*pairs()]), done=done) + text
 
 

@@ -105,7 +105,7 @@ def replaceable(path: Path) -> bool:
 
 @contextlib.contextmanager
 def lock(path: epath.PathLike, timeout_s: float = -1) -> Iterator[None]:
-    """A context that one process at a time is in, by a lock file at `path`. The lock of a dead process is free.
+    """A context that holds the lock file `path`, as one process at a time can. A process that dies gives it back.
 
     On a file system without locks the lock file is `path` with `.lease` after it, which its holder renews. The lease of
     a host that is lost is free half a minute later. timeout_s: how long to wait for another process, in seconds; -1

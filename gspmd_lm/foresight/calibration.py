@@ -234,9 +234,10 @@ def _network(rows: Sequence[CollectiveTime], known: Chip | None, host_bytes_per_
 
 
 def time_s(program: Program) -> float:
-    """The seconds of a program's work, in the fastest of several runs.
+    """The seconds that a program takes, in the fastest of several runs.
 
-    On a machine with one CPU it is CPU time, which other work on the machine changes little.
+    On one CPU it is CPU time, which other work on the machine changes little. Programs that run one by one are timed by
+    the wall clock, since CPU time does not count waiting.
     """
     cpu_alone = jax.default_backend() == "cpu" and host.count_cpus() == 1
     clock = time.process_time if cpu_alone and not program.one_by_one else time.perf_counter

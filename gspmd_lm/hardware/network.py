@@ -217,21 +217,21 @@ class Network:
         return between_s + max(crossings_s)
 
     def _permute_s(self, chip: Chip, size_bytes: float, pairs: Groups) -> float:
-        """The seconds of a permute on its fullest link."""
-        s_per_byte, longest, has_load, crosses = self._permute_load(pairs)
-        if chip.platform == "gpu" and has_load:
+        """The seconds of a permute, which its fullest link or its longest path needs."""
+        s_per_byte, longest, crosses = self._permute_load(pairs)
+        if chip.platform == "gpu" and s_per_byte:
             return _nccl_s(s_per_byte * size_bytes, int(not crosses), int(crosses))
         return max(s_per_byte * size_bytes, longest * ICI_HOP_S)
 
     @functools.cached_property
-    def _permute_load(self) -> Callable[[Groups], tuple[float, int, bool, bool]]:
+    def _permute_load(self) -> Callable[[Groups], tuple[float, int, bool]]:
         return functools.cache(self._find_permute_load)
 
-    def _find_permute_load(self, pairs: Groups) -> tuple[float, int, bool, bool]:
-        """What a permute asks of its links. Each pair takes a shortest path, dimension by dimension.
+    def _find_permute_load(self, pairs: Groups) -> tuple[float, int, bool]:
+        """The load of a permute, whatever its size. Each pair takes a shortest path, dimension by dimension.
 
-        Gives the seconds of the fullest link for each byte that a pair sends, the hops of the longest path, whether
-        anything is sent, and whether anything crosses the network.
+        Gives the seconds that the fullest link needs for each byte that a pair sends (0 if nothing is sent), the hops
+        of the longest path, and whether any pair crosses the network.
         """
         assert self.chip
         chip, gpu, dcn_bytes_per_s = self.chip, self.chip.platform == "gpu", self._dcn_bytes_per_s(self.chip)
@@ -257,7 +257,7 @@ class Network:
                 loads.update(("ici", chip.ici_link_bytes_per_s, self.slices[source], *hop) for hop in path)
                 longest = max(longest, len(path))
         slowest = max((load / speed for (_, speed, *_), load in loads.items()), default=0.0)
-        return slowest, longest, bool(loads), any(link[0] == "network" for link in loads)
+        return slowest, longest, any(link[0] == "network" for link in loads)
 
     def _path(self, start: Sequence[int], end: Sequence[int]) -> list[tuple]:
         """The links of a shortest path, each (from, to)."""

@@ -318,7 +318,7 @@ class OpGraph:
 
     @functools.cached_property
     def _needed_backward(self) -> list[Node]:
-        """The values that the derivatives of blocks need."""
+        """The values that the derivatives of all operations in blocks need, whatever the remat policy."""
         needed = [near for node in self.graph.nodes if self.in_block(node) for near in self._needed_by_derivative(node)]
         needed += [
             near

@@ -11,7 +11,6 @@ from gspmd_lm.errors import InputError, either
 from gspmd_lm.units import human_bytes, plural
 
 UNUSED = "rule-matched-nothing"  # the code of the warning about a row that has no effect
-_FLOWS: dict[str, str] = {}  # what `flow` has given: a plan asks for the same rows thousands of times
 
 
 class ShardingError(InputError):
@@ -169,7 +168,4 @@ def place(path: str, flags: Mapping[str, str], key: str, value: Any) -> str:
 
 def flow(value: Any) -> str:
     """A value as one line of YAML."""
-    key = repr(value)
-    if key not in _FLOWS:
-        _FLOWS[key] = core_yaml.dump([value], flow=True).strip()[1:-1]
-    return _FLOWS[key]
+    return core_yaml.dump([value], flow=True).strip()[1:-1]
