@@ -12,7 +12,7 @@ from gspmd_lm.hardware import chips, target
 from gspmd_lm.program import supported
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import axes, problems, rules_file
-from gspmd_lm.sharding.rules import MESH_AXES
+from gspmd_lm.sharding.rules import MESH_AXES, TABLES
 from gspmd_lm.show import config_keys
 from gspmd_lm.train import state
 
@@ -74,6 +74,7 @@ def test_shipped_rules():
 def test_every_key_is_explained():
     for key in rules_file.SECTIONS:
         assert re.search(rf"^### .*`{key}`", RULES, re.M), key
+        assert key in TABLES or f"(rules_reference.md#{key})" in RULES, key  # the overview has a row for it
 
 
 @pytest.mark.parametrize(
