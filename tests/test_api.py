@@ -63,6 +63,7 @@ def test_text_is_plain_also_where_colours_are_asked_for(compared, monkeypatch):
     assert "\x1b" not in repr(compared) + g.dry_run("tiny", "tp8")
 
 
+@pytest.mark.long
 def test_text_is_text_also_within_a_kernel(compared, plan, monkeypatch, capsys):
     """There rich displays what it is given, and writes nothing into the file of its console."""
     texts = [repr(compared), repr(compared[0]), repr(plan), g.show(*compared), g.dry_run("tiny", "tp8")]
@@ -151,6 +152,7 @@ def test_a_run_goes_on_under_another_layout_and_then_has_nothing_to_do(trained):
     assert all(path.read_bytes() == content for path, content in kept.items() if path.suffix != ".lock")
 
 
+@pytest.mark.long
 def test_a_model_generates_what_the_command_line_does(model, trained, capsys):
     text = model.generate("def f(", max_new_tokens=5)
     assert isinstance(text, str) and text.prompt == "def f("

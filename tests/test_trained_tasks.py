@@ -195,6 +195,7 @@ def loaded(reverser):
     return gspmd_lm.load_task(workdir, model.TASK, layout(model.TASK, "none"))
 
 
+@pytest.mark.long
 def test_mfu_of_a_task_is_that_of_the_products_in_its_traced_step(reverser):
     model, workdir = reverser
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]

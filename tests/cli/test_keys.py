@@ -149,7 +149,9 @@ def invalid(kind, raw):
     return [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(raw)]
 
 
-@pytest.mark.parametrize(("kind", "folder"), [("config", "configs"), ("rules", "rules")])
+@pytest.mark.parametrize(
+    ("kind", "folder"), [pytest.param("config", "configs", marks=pytest.mark.long), ("rules", "rules")]
+)
 def test_the_schemas_take_every_shipped_file(kind, folder):
     files = sorted((ROOT / folder).glob("*.yaml"))
     assert len(files) > 10

@@ -73,6 +73,7 @@ def test_there_and_back_gives_the_same_bytes(verb, folder, workdir, tmp_path):
     assert code == 2 and "holds something already" in err
 
 
+@pytest.mark.long
 def test_generation_by_flag_and_by_file(verb, workdir, tmp_path):
     flags = f"--workdir={workdir}", "--max_new_tokens=6", *QUICKLY
     code, out, err = verb("generate", *flags, "--rules=dp2_tp4", "--prompt=abc")

@@ -102,7 +102,7 @@ def split_cases():
         for layout in ("tp8", "fsdp2_tp4"):
             in_turn = name not in default and layout == ("tp8", "fsdp2_tp4")[at % 2]
             if (name, layout) in SPLIT:
-                yield name, layout
+                yield pytest.param(name, layout, marks=pytest.mark.long if name == "gemma3n" else ())
             elif in_turn:
                 yield pytest.param(name, layout, marks=marks or pytest.mark.slow)
             elif marks:

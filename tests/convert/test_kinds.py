@@ -22,6 +22,7 @@ from gspmd_lm.convert.images import padded_rows
 from tests.convert import kinds, ours
 from tests.convert.kinds import CASES, folder, golden
 
+LONG = ("sam", "blip2-opt", "swin-one-window", "swin")
 DEFAULT = [name for kind in kinds.KINDS for name in kind.default]
 
 
@@ -44,7 +45,9 @@ def test_a_folder_says_what_is_trained_and_on_what_rows(kind, tmp_path):
     assert (opened.family.name, opened.config.objective, data.seq, opened.config.source_seq) == kind.expected
 
 
-@pytest.mark.parametrize("name", DEFAULT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in DEFAULT]
+)
 def test_numbers_are_those_of_transformers_and_files_come_back(name, tmp_path):
     kind, case = CASES[name], golden(name)
     opened = pretrained.open_folder(folder(name, tmp_path / "in"), [ours.EXACT])
@@ -69,6 +72,7 @@ def test_numbers_are_those_of_transformers_and_files_come_back(name, tmp_path):
         assert pretrained.open_folder(out, [ours.EXACT]).config.model == model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [kind.default[0] for kind in kinds.KINDS if kind.salted])
 def test_texts_are_those_of_transformers(name, tmp_path):
     kind, case = CASES[name], golden(name)

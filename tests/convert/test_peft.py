@@ -198,6 +198,7 @@ def exported(tmp_path_factory):
     return published, full, adapter
 
 
+@pytest.mark.long
 def test_an_adapter_is_exported_on_the_command_line(exported):
     published, full, adapter = exported
     assert {path.name for path in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}

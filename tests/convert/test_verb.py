@@ -301,6 +301,7 @@ def trained(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
+@pytest.mark.long
 def test_a_model_that_was_trained_here_says_where_its_texts_end(run, trained, tmp_path):
     code, out, err = run(f"--workdir={trained}", f"--to={tmp_path / 'out'}")
     assert (code, err) == (0, ""), err

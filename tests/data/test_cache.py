@@ -168,6 +168,7 @@ def test_a_killed_build_leaves_no_lock_and_nothing_that_looks_complete(texts, mo
     assert len(opened.train[0].stream) + len(opened.held_out.stream) == 60 + sum(map(len, texts.documents()))
 
 
+@pytest.mark.long
 def test_two_processes_share_the_work_and_do_no_part_twice(texts, monkeypatch):
     both = [_start("live", texts) for _ in range(2)]
     for process in both:

@@ -43,7 +43,9 @@ def begun(tiny):
     tiny.post("pin", clear=True)
 
 
-@pytest.mark.parametrize(("target", "sets"), [("cpu:8", []), ("v5p:2x2x2", ["model.layers=3"])])
+@pytest.mark.parametrize(
+    ("target", "sets"), [pytest.param("cpu:8", [], marks=pytest.mark.long), ("v5p:2x2x2", ["model.layers=3"])]
+)
 def test_an_estimate_is_that_of_plan(tiny, target, sets):
     shown = tiny.edit(target=target, set=sets)
     config, place = api.load_config("tiny", sets), targets.parse(target)

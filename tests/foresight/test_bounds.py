@@ -68,6 +68,7 @@ def floor_of(llama, built, read):
     return found
 
 
+@pytest.mark.long
 def test_tensor_parallelism_is_megatrons_count(floor_of):
     all_reduce = 2 * 7 / 8
     of_layers = 4 * L * all_reduce * ACTIVATION_BYTES

@@ -31,6 +31,7 @@ def chip(tmp_path_factory):
     return fields, path
 
 
+@pytest.mark.long
 def test_what_is_written_is_read_again(chip):
     fields, path = chip
     found = reading.read_chip(path)

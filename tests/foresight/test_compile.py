@@ -14,6 +14,7 @@ from gspmd_lm.sharding.problems import ShardingError
 from gspmd_lm.train import state, step
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("another_process")
 def test_a_program_is_compiled_once(request_of, cache, monkeypatch):
     before = dict(os.environ)
@@ -106,6 +107,7 @@ def copied(source, folder):
             shutil.copyfile(file, folder / file.name)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("another_process")
 def test_errors_of_the_other_process_reach_the_user(request_of, tmp_path):
     options = {"cpu": {"xla_cpu_no_such_option": True}}

@@ -48,6 +48,7 @@ def test_what_this_user_exported_runs(file):
     assert exported.load(file, KEY, NAME, VERSIONS)(ones()).tolist() == [2, 2, 2]
 
 
+@pytest.mark.long
 def test_every_flipped_bit_is_seen_before_anything_is_unpickled(file, unpickled):
     whole, draw = file.read_bytes(), random.Random(0)
     header = whole.index(b"\n") + 1

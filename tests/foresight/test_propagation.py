@@ -63,16 +63,17 @@ def compiled_text(name, sizes, rules):
 # Of what a compiled program sends, how much its trace must show at least. XLA sends more where it adds up the
 # gradients of q, k and v apart, and both of a tied table; where it looks up in a split table by a sum, instead of
 # gathering the table; and, on CPU, where it reduces gradients to all instead of scattering them.
-DEFAULT = {("looped_recomputed", "fsdp2tp4"), ("translator", "tp"), ("classifier", "tp")}
+MARKS = {
+    ("looped_recomputed", "fsdp2tp4"): pytest.mark.long,
+    ("translator", "tp"): pytest.mark.long,
+    ("classifier", "tp"): (),
+}
 AT_LEAST = {"dp": 0.8, "fsdp": 0.6, "tp": 0.6, "fsdp2tp4": 0.5}
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow)
-        for case in itertools.product(MODELS, LAYOUTS)
-    ],
+    [pytest.param(*case, marks=MARKS.get(case, pytest.mark.slow)) for case in itertools.product(MODELS, LAYOUTS)],
 )
 def test_a_plain_step_computes_what_is_read_and_sends_no_less(name, layout):
     sizes, rules = LAYOUTS[layout]

@@ -60,7 +60,8 @@ def graph(config, rules):
     return DataflowGraph.from_recorder(state.record_arrays(config, arrays, rules.microbatches, rules), arrays), arrays
 
 
-# Those whose settings others of the list have as well, and one that takes long.
+LONG = ("qwen2_moe", "gemma3n", "gemma")
+# Those whose settings others of the list have as well, and one that takes minutes.
 HELD_BY_OTHERS = (
     "llama", "falcon", "z_loss", "cohere", "olmo", "bloom", "gpt2", "mixtral", "mixtral_lora", "lora", "bert", "albert",
     "blip2", "vit", "deberta 1", "opt",
@@ -98,7 +99,8 @@ ENCODERS = {
 
 
 def families(*held):
-    return [pytest.param(name, marks=pytest.mark.slow if name in held else ()) for name in (*FAMILIES, *ENCODERS)]
+    marks = dict.fromkeys(LONG, pytest.mark.long) | dict.fromkeys(held, pytest.mark.slow)
+    return [pytest.param(name, marks=marks.get(name, ())) for name in (*FAMILIES, *ENCODERS)]
 
 
 @pytest.mark.parametrize("family", families(*HELD_BY_OTHERS))

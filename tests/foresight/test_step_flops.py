@@ -87,7 +87,8 @@ SETTINGS = {
 }  # fmt: skip
 # Whisper has what T5 has, BLIP-2 what CLIP has, Swin what BEiT has but for its scales, ALBERT what BERT has, and the
 # layer more than the pattern what the last two have.
-HELD_BY_OTHERS = ("T5", "CLIP", "BEiT", "BERT", "window", "one key head")
+MARKS = dict.fromkeys(("T5", "CLIP", "BEiT", "BERT", "window", "one key head"), pytest.mark.slow)  # as others have it
+MARKS |= dict.fromkeys(("SAM", "BLIP-2", "Swin", "Whisper"), pytest.mark.long)
 
 # What a trace multiplies with ones and zeros in place of a look-up: for the gradients of token types, for kinds of
 # points, and for a key's place in its window.
@@ -114,9 +115,7 @@ def keys_seen(config):
     return sum(seen_share(op) * op.keys.shape[1] * op.trip_count for op in ops)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in HELD_BY_OTHERS else ()) for name in SETTINGS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in SETTINGS])
 def test_they_are_those_of_the_trace_without_keys_that_no_token_sees(small, built, name):
     config = small(**{"layers": 2} | SETTINGS[name])
     traced = read_step(trace_gradients(built(config, "single")).jaxpr).model_flops

@@ -11,7 +11,8 @@ from tests.convert import ours, references
 # By default one of each kind: alibi, rotary positions and windows with capped scores, keys that all heads share. What
 # the others compute without a cache is compared in convert/test_families.py.
 KINDS = ("bloom", "gemma2", "falcon-7b")
-CASES = references.marked(references.FIRST, [name for name in references.FIRST if name not in KINDS])
+CASES = references.marked([name for name in references.FIRST if name not in KINDS], references.FIRST)
+CASES += [pytest.param("bloom", marks=pytest.mark.long), pytest.param("gemma2", marks=pytest.mark.long), "falcon-7b"]
 
 
 @pytest.mark.parametrize("name", [*CASES, *references.cases()[len(CASES) :]])

@@ -58,6 +58,7 @@ def test_a_run_is_not_finished_where_nothing_is_known_of_a_slice(cloud, tmp_path
     assert place.exit_code([], tmp_path) == 0
 
 
+@pytest.mark.long
 def test_a_lost_slice_of_several_loses_the_request(cloud):
     cloud.attempts(PREEMPTED.replace("all_began", "all_began 4"), FINISHED)
     cloud.behave(after=["ACTIVE"])
@@ -73,6 +74,7 @@ def test_a_queue_is_waited_for(cloud):
         "one is absent", "one is waiting", "one is ready"]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("node", ["PREEMPTED", *(pytest.param(node, marks=SLOW) for node in ("TERMINATED", None))])
 def test_a_request_that_is_still_active_without_its_slice_is_lost(cloud, node):
     """Seen by others: skypilot-org/skypilot, issue 1468."""
@@ -157,6 +159,7 @@ def test_what_launch_did_not_create_stays_when_it_is_lost(cloud):
     assert cloud.calls("delete") == [] and len(cloud.started()) == 1
 
 
+@pytest.mark.long
 def test_a_cut_connection_does_not_start_the_run_again(cloud):
     cut = 'case $HOME in *host0) all_began; touch "$STAND_IN/cut";; esac'
     cloud.attempts(f'echo "step 1/9"; {cut}; sleep 1; echo "step 9/9"')
@@ -166,6 +169,7 @@ def test_a_cut_connection_does_not_start_the_run_again(cloud):
     assert cloud.said.count(f"attempt 1: logs in {cloud.at}/logs/1") == 2
 
 
+@pytest.mark.long
 def test_a_step_that_fails_three_times_ends_the_loop(cloud):
     fail = 'echo "step 4/9"; echo boom; exit 1'
     cloud.attempts('echo "step 2/9"; exit 1', fail, fail, fail)
@@ -265,6 +269,7 @@ def test_the_same_command_given_again_finds_the_processes_that_go_on(cloud):
     assert len(cloud.calls("scp")) == 1 and len(cloud.calls("create")) == 1
 
 
+@pytest.mark.long
 def test_other_flags_end_the_processes_of_an_earlier_launch(cloud):
     cloud.attempts("echo step 1/9; sleep 60", FINISHED)
     launch_and_switch_off(cloud, cloud.job())

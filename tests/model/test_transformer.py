@@ -68,7 +68,12 @@ def test_a_layer_is_traced_once(small, monkeypatch):
 # What a position sees depends on windows and softcaps, and on no other difference of the variants.
 @pytest.mark.parametrize(
     "cfg",
-    ["llama", "plain", "olmo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "parallel"))],
+    [
+        "llama",
+        "plain",
+        pytest.param("olmo", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "parallel")),
+    ],
     indirect=True,
 )
 def test_a_position_sees_itself_and_what_came_before(cfg):

@@ -75,7 +75,7 @@ EXPERTS = {**ROW, "experts.count": 4, "experts.per_token": 2, "experts.balance":
 
 @pytest.mark.parametrize(("changes", "remat"), [
     (ROW, "none"),  # scores are computed again, as they are in any case
-    (EXPERTS, "block"),  # the result of w_down is not
+    pytest.param(EXPERTS, "block", marks=pytest.mark.long),  # the result of w_down is not
     ({**ROW, "frozen": ("embedding", "layers")}, "block"),  # nothing is, nor is there a gradient of any layer
     pytest.param({**ROW, "frozen": ("layers", "final_norm", "unembedding")}, "block", marks=pytest.mark.slow),
     pytest.param(CAPTIONS, "block", marks=pytest.mark.slow),

@@ -213,6 +213,7 @@ ENCODERS = {
 }  # fmt: skip
 # "shared" has all that "masked" and "replaced" have, windows what images and classes have, and "summaries", below, what
 # "near" has. What tensor parallelism sends is a part of what fsdp2_tp4 does.
+LONG = ("windows", "texts and images")
 HELD_BY_OTHERS = ("masked", "classes", "images", "replaced", "near")
 RARE = ("captions", "summaries", "objects", "own vectors")
 DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in (*HELD_BY_OTHERS, *RARE))]
@@ -226,7 +227,11 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind"), [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+    ("layout", "kind"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.long if case[1] in LONG else ()) for case in DEFAULT),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS),
+    ],
 )
 def test_what_an_encoder_sends_is_what_the_trace_says(small, built, sent, layout, kind):
     config = small(**ENCODERS[kind])

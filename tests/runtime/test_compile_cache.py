@@ -50,6 +50,7 @@ for _ in range(PASSES):
     assert last == "4 0 True"
 
 
+@pytest.mark.long
 def test_a_process_finds_what_another_one_of_its_run_has_compiled(tmp_path):
     code = """
 import time
@@ -116,6 +117,7 @@ print("zstandard" in sys.modules, rebuilt)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
 def test_no_flipped_bit_in_an_entry_is_run(tmp_path, count):
     """With zstandard installed, with which jax would compress entries without a checksum."""

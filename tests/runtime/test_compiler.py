@@ -93,6 +93,7 @@ def test_the_defaults_are_options_of_the_compiler(platform):
     assert compiled(jnp.ones(3)).tolist() == [2, 2, 2]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu, which compiles without a TPU")
 def test_the_defaults_are_options_of_libtpu():
     env = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

@@ -166,6 +166,7 @@ def test_two_processes_of_four_devices_compute_what_one_of_eight_does(layout, an
     np.testing.assert_allclose(*averages, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "given, differences",
     [

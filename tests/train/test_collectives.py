@@ -98,6 +98,7 @@ def test_data_parallelism_reduces_each_gradient_once_per_step(moved, microbatche
     assert parameters <= sum(c.elements * c.times for c in found) <= parameters + 64  # 64: sums of the loss
 
 
+@pytest.mark.long
 def test_split_gradients_are_reduced_in_each_microbatch(moved):
     """What zero1_8 holds is an eighth of each gradient: no device ever holds the whole of one."""
     once, four = moved("zero1_8"), moved("zero1_8", microbatches=4)

@@ -202,6 +202,7 @@ def test_weights_of_another_architecture_are_refused_before_the_data_is_read(run
     assert not begun.programs.compiled
 
 
+@pytest.mark.long
 def test_a_run_that_diverges_at_once_loses_nothing(run, straight, tmp_path):
     """No finite step has followed the last checkpoint of a run that ended, and none will."""
     workdir, _ = straight
@@ -433,6 +434,7 @@ def early(run, worsening, tmp_path_factory):
     return workdir, ended.console.file.getvalue()
 
 
+@pytest.mark.long
 def test_a_run_ends_early_and_keeps_its_best_checkpoint(run, worsening, early):
     workdir, said = early
     evaluated, checkpoints, last = ending_of(workdir)

@@ -236,6 +236,7 @@ def test_memory_does_not_grow_with_the_microbatches(turns_of_two, small, built):
     )  # of the four microbatches more, a stage could keep the inputs of two layers
 
 
+@pytest.mark.long
 def test_stages_send_rows_and_their_gradients(turns_of_two, read):
     found = over_stages(turns_of_two.program.as_text(), stages=4)
     rows = B // 8 * T // 2 * D

@@ -119,6 +119,7 @@ KEPT = [
 
 
 # By default one with all kinds of attention and of layers. convert/test_families.py has several residual streams.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=() if name == "linear and latent" else pytest.mark.slow) for name in FAMILIES],
@@ -148,6 +149,7 @@ def without_kv_heads(layout):
     return dataclasses.replace(loaded, rows=tuple(row for row in loaded.rows if row.axis != "kv_heads"))
 
 
+@pytest.mark.long
 def test_bfloat16_stays_within_its_rounding(small, course):
     """In bfloat16 only the order of roundings differs between layouts."""
     config = small(compute_dtype="bfloat16")
