@@ -247,7 +247,7 @@ def load(
     from gspmd_lm import session
     from gspmd_lm.infer.loaded import Model
 
-    place = str(layout.workdir_path(str(folder)))
+    place = str(files.open_path(str(folder)))
     published = session.read_published(place, _several(overrides))
     if not (published or layout.find_earlier(place, layout.CONFIG)):
         raise session.no_model(str(folder))

@@ -285,6 +285,20 @@ def expand_user(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))  # Path.expanduser raises RuntimeError for such a name
 
 
+def open_path(name: str) -> epath.Path:
+    """A local path, in which ~ may stand for the home folder, or an address such as gs://bucket/name.
+
+    Raises InputError for an address of an unknown kind.
+    """
+    try:
+        return epath.Path(name if is_remote(name) else expand_user(name))
+    except KeyError as error:
+        kind = name.partition("://")[0]
+        raise InputError(
+            f"{name}: nothing reads addresses that begin with {kind}://\n  fix   give a local path, or gs://"
+        ) from error
+
+
 def is_remote(path: epath.PathLike) -> bool:
     """Whether a path belongs to an object store, as gs://bucket/name does."""
     return "://" in os.fspath(path)

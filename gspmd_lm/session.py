@@ -93,7 +93,7 @@ def begin(
     stand-ins where nothing is to run; None: those that `rules` take. chip_file: the description of their chip.
     """
     devices = startup.devices_of(rules.devices) if devices is None else devices
-    folder, console = layout.workdir_path(workdir) if workdir else None, terminal.console(240, stderr)
+    folder, console = files.open_path(workdir) if workdir else None, terminal.console(240, stderr)
     session = Session(config, rules.fill(len(devices)), machine, devices, console, folder, chip_file)
     if chip_file:
         session.say(f"--chip={chip_file}: {target.read_own_chip(chip_file).note}")

@@ -464,4 +464,4 @@ def test_the_key_of_compiled_programs_covers_the_code_that_decides_them():
              for name in found) if path.exists()}  # fmt: skip
     outside = {file for file in files if not any(file == name or file.startswith(f"{name}/") for name in covered)}
     # They find and tell, and compute nothing.
-    assert outside == {f"gspmd_lm/{name}.py" for name in ("errors", "units", "versions")}
+    assert outside == {f"gspmd_lm/{name}.py" for name in ("errors", "files", "units", "versions")}

@@ -132,7 +132,7 @@ def _store_error(error: Exception) -> str:
 
 def parse_flags(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     """The flags of a verb, and the arguments that are not flags. Raises InputError for a flag that is wrong."""
-    values = verb.flags()
+    values, fix = verb.flags(), f"{versions.program()} {verb.name} --help lists the flags"
     try:
         return values, values(["", *_spell_as_defined(values, arguments)])[1:]
     except flags.UnrecognizedFlagError as error:
@@ -154,10 +154,10 @@ def parse_flags(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues,
         kind = values[name].flag_type()
         wanted = "true or false" if kind == "bool" else values[name].parser.syntactic_help
         value = "" if kind == "bool" else f"={rest.partition(': ')[0]}"
-        wrong = f"--{name}{value}: must be {wanted}"
+        wrong, fix = f"--{name}{value}: must be {wanted}", getattr(values[name].parser, "fix", fix)
     except flags.Error as error:
         wrong = str(error)
-    raise InputError(f"{wrong}\n  fix   {versions.program()} {verb.name} --help lists the flags")
+    raise InputError(f"{wrong}\n  fix   {fix}")
 
 
 def _settings(name: str) -> list[str]:

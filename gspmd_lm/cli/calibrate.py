@@ -15,7 +15,7 @@ from gspmd_lm.hardware.chips import CHIPS, reading
 def _define(flags: Flags) -> None:
     on_machine(flags)
     flags.group(RESULTS)
-    flags.text("out", "my.yaml", "Write the chip to this file. Its name is that of the chip in a --target: my:8.")
+    flags.path("out", "my.yaml", "Write the chip to this file. Its name is that of the chip in a --target: my:8.")
 
 
 def run(values: flags.FlagValues, names: list[str]) -> int:

@@ -41,7 +41,7 @@ def run(values: flags.FlagValues, rules: Rules) -> int:
     if bool(source) == bool(values.to):
         raise InputError("convert goes one way\n  fix   give either --from=DIR or --to=DIR")
     if source:
-        return _import(values, rules, files.expand_user(source), layout.workdir_path(workdir))
+        return _import(values, rules, files.expand_user(source), files.open_path(workdir))
     return _export(values, rules, inputs.needs_weights(values, example))
 
 
@@ -155,7 +155,7 @@ def _export_run(values: flags.FlagValues, begun: Session, workdir: str, original
         named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"
         begun.say(f"ignored on import, and kept in {architecture.CONFIG}: {named}")
     base = config.train.init_from
-    if not original and base and not layout.workdir_path(base).is_dir():
+    if not original and base and not files.open_path(base).is_dir():
         begun.say(
             f"warning: train.init_from: {base} does not exist, so neither does its config.json: "
             "a new one is written from the model's settings"
@@ -232,7 +232,7 @@ def said_of_classes(config: configs.Config, classes: Sequence[str], like: Mappin
 
 def _classes(workdir: str) -> list[str]:
     """The names of the classes that a run was trained on, in the order of their numbers; [] without any."""
-    path = layout.workdir_path(workdir) / layout.CLASSES
+    path = files.open_path(workdir) / layout.CLASSES
     return files.json_value(path.read_text(), Path(path)) if path.exists() else []
 
 
@@ -263,13 +263,13 @@ def _open_original(workdir: str, config: configs.Config) -> Iterator[Path | None
 
 def _find_original(workdir: str, config: configs.Config) -> epath.Path | None:
     """The folder of the files that came with a run's weights, found also through earlier runs; None without one."""
-    at, seen = layout.workdir_path(workdir), set[epath.Path]()
+    at, seen = files.open_path(workdir), set[epath.Path]()
     while at not in seen:
         if layout.find_earlier(str(at), f"{IMPORTED}/{architecture.CONFIG}"):
             return at / IMPORTED
         seen.add(at)
         if config.train.init_from:
-            at = layout.workdir_path(config.train.init_from)
+            at = files.open_path(config.train.init_from)
             if layout.is_run(at):
                 config = configs.load(str(at / layout.CONFIG))
     return None

@@ -9,11 +9,11 @@ from gspmd_lm.runtime.quiet import import_jax
 def _define(flags: Flags) -> None:
     on_devices(flags)
     flags.group("The published model")
-    flags.text("from", None, "The folder to read: config.json and *.safetensors, as transformers writes them.")
+    flags.path("from", None, "The folder to read: config.json and *.safetensors, as transformers writes them.")
     flags.several(
         "ignore", "Pass over this field of --from's config.json, whose meaning is not known. This flag may be repeated."
     )
-    flags.text("to", None, "The new folder to write, which transformers can load.")
+    flags.path("to", None, "The new folder to write, which transformers can load.")
     flags.text(
         "dtype",
         None,

@@ -25,8 +25,8 @@ def _define(flags: Flags) -> None:
     )
     overrides(flags, mesh=False)
     flags.group(RESULTS)
-    flags.text("json", None, "Write all counts, and the rows as text, to this file.")
-    flags.text("html", None, "Write a page with whole rows to this file.")
+    flags.path("json", None, "Write all counts, and the rows as text, to this file.")
+    flags.path("html", None, "Write a page with whole rows to this file.")
 
 
 def run(values: flags.FlagValues, names: list[str]) -> int:

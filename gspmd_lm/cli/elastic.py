@@ -45,7 +45,7 @@ class Restart:
         """The rules that --rules names, else those with which the run in the workdir began, else none."""
         values = self.values
         if values.rules is None and (kept := layout.find_earlier(values.workdir, layout.BEGINNING)):
-            text = json.dumps(_read_beginning(layout.workdir_path(values.workdir)).rules)
+            text = json.dumps(_read_beginning(files.open_path(values.workdir)).rules)
             return rules_file.from_text(text, kept, values.mesh, overrides=inputs.rules_sets(values))
         return inputs.read_rules(values)
 
@@ -66,7 +66,7 @@ class Restart:
         from gspmd_lm.runtime import startup
 
         target, values = targets.from_devices(startup.devices_of(simulated)), self.values
-        workdir = layout.workdir_path(values.workdir) if values.workdir else None
+        workdir = files.open_path(values.workdir) if values.workdir else None
         earlier = _read_earlier(workdir) if workdir else None
         known = _find_beginning(workdir, earlier) if workdir else None
         if known and values.config is None:  # that of the workdir may be padded for the devices of the last start

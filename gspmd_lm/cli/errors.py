@@ -12,7 +12,7 @@ from gspmd_lm.runtime.quiet import import_jax
 
 def _define(flags: Flags) -> None:
     flags.group(RESULTS)
-    flags.text("json", None, "Write all figures to this file.")
+    flags.path("json", None, "Write all figures to this file.")
 
 
 def run(values: flags.FlagValues, names: list[str]) -> int:

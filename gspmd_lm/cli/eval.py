@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def _define(flags: Flags) -> None:
     on_devices(flags)
     flags.text("text", None, "Score texts instead of the held-out rows: a folder, a file or a glob.")
-    flags.text("continuations", None, "Score this JSONL file of {prompt, continuation} instead.")
+    flags.path("continuations", None, "Score this JSONL file of {prompt, continuation} instead.")
     flags.group(RESULTS)
-    flags.text("output", None, "Write the log-likelihoods to this file, as JSONL. The default is the terminal.")
+    flags.path("output", None, "Write the log-likelihoods to this file, as JSONL. The default is the terminal.")
     flags.group(RUN)
-    flags.whole("batch", 8, "How many rows are scored at a time.", 1)
+    flags.whole("batch", 8, "How many rows of --text, or continuations, are scored at a time.", 1)
     flags.whole(
         "seq",
         None,
@@ -47,7 +47,7 @@ def _held_out(values: flags.FlagValues, config: "Config", rules: "Rules") -> int
     from gspmd_lm.cli import inputs
 
     inputs.needs_weights(values, "eval --workdir=DIR, the folder of a run that has saved a checkpoint")
-    _refuse_output(values.output)
+    _refuse(values, "the held-out rows, of which data.batch are scored at a time", "output", "batch", "seq")
     begun = inputs.begin(values, config, rules)
     built, warnings = session.build_step(begun)
     with session.open_run(begun, built, warnings, writes=False, compile_cache=values.compile_cache) as run:
@@ -65,8 +65,7 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
     folder = inputs.folder_with_weights(values, "eval --workdir=DIR --text=FILE")
     if values.text and values.continuations:
         raise InputError("--text and --continuations: one of them at a time\n  fix   drop one")
-    if values.text:
-        _refuse_output(values.output)
+    _refuse(values, *(("--text", "output") if values.text else ("--continuations", "seq")))
     inputs.check_output(values.output, values.continuations)
     begun, read = inputs.begin_with_weights(values, folder, config, rules, stderr=not values.text)
     config = begun.config
@@ -121,9 +120,11 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
     return 0
 
 
-def _refuse_output(output: str | None) -> None:
-    if output:
-        raise InputError(f"--output={output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it")
+def _refuse(values: flags.FlagValues, scored: str, *names: str) -> None:
+    """Raises InputError if a flag is given that has no effect on what is scored."""
+    for name in names:
+        if values[name].present:
+            raise InputError(f"--{name}={values[name].value}: has no effect on {scored}\n  fix   drop it")
 
 
 def _window(asked: int | None, config: "Config") -> int:

@@ -41,9 +41,9 @@ def _define(flags: Flags) -> None:
     about_job(flags)
     flags.group(RESULTS)
     flags.yes_no("rows", "Say at once, without a compiler, what each row changes in which two layouts differ.")
-    flags.text("json", None, "Write all figures to this file (docs/explain_json.md).")
-    flags.text("html", None, "Write one self-contained page to this file.")
-    flags.text(
+    flags.path("json", None, "Write all figures to this file (docs/explain_json.md).")
+    flags.path("html", None, "Write one self-contained page to this file.")
+    flags.path(
         "export",
         None,
         "Keep the compiled train step of one layout in this file. On the target, train --executable runs it.",

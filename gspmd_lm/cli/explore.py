@@ -26,7 +26,7 @@ def _define(flags: Flags) -> None:
     )
     overrides(flags)
     flags.group(RESULTS)
-    flags.text("json", None, "Write what the page would show to this file, and end: no page is served.")
+    flags.path("json", None, "Write what the page would show to this file, and end: no page is served.")
     flags.group(MACHINE)
     flags.whole("port", 0, "The port of the page on this machine. By default it is any that is free.", 0)
     flags.yes_no("open", "Open the page in the browser of this machine.")

@@ -91,7 +91,7 @@ def needs_workdir(values: flags.FlagValues, example: str) -> str:
 def needs_weights(values: flags.FlagValues, example: str) -> str:
     """--workdir, if it is remote or a folder with checkpoints. Raises InputError if it is not."""
     workdir = needs_workdir(values, example)
-    if not files.is_remote(workdir) and not (layout.workdir_path(workdir) / layout.CHECKPOINTS).is_dir():
+    if not files.is_remote(workdir) and not (files.open_path(workdir) / layout.CHECKPOINTS).is_dir():
         from gspmd_lm import session
 
         raise session.no_checkpoint(workdir)
@@ -197,7 +197,7 @@ def _plan_rules(values: flags.FlagValues, config: Config) -> tuple[str, str]:
         ["plan", f"--config={values.config or config.name}", f"--target={target.text}", *sets]
     )
     if kept := layout.find_earlier(values.workdir, layout.RULES):
-        text = paths.read_text(layout.workdir_path(kept))
+        text = paths.read_text(files.open_path(kept))
         if f"{candidate.FOUND_BY}: {command} (" in text.partition("\n")[0]:
             outputs.say(f"--rules=plan: {kept} was found for these devices before")
             return kept, text

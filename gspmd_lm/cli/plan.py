@@ -58,14 +58,14 @@ def _define(flags: Flags) -> None:
     flags.number("days", None, "In how many days --tokens must be done.")
     about_job(flags)
     flags.group(RESULTS)
-    flags.text(
+    flags.path(
         "out",
         None,
         "Write the best layout to this rules file. Of several targets, the best layout of each "
         "goes into a file beside it that has the target in its name.",
     )
-    flags.text("json", None, "Write all figures to this file (docs/plan.md).")
-    flags.text("html", None, "Write one self-contained page to this file.")
+    flags.path("json", None, "Write all figures to this file (docs/plan.md).")
+    flags.path("html", None, "Write one self-contained page to this file.")
     overrides(flags, mesh=False)
 
 

@@ -19,7 +19,7 @@ def _define(flags: Flags) -> None:
         "The folder of a run, or a folder of runs. This flag may be repeated, and folders may also stand without it.",
     )
     flags.group(RESULTS)
-    flags.text(
+    flags.path(
         "html",
         None,
         f"Write the page to this file. The default is {layout.PAGE} in the run's folder; with "

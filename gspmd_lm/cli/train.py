@@ -34,14 +34,14 @@ def _define(flags: Flags) -> None:
         "run do not fit. Batches and losses stay the same. --devices then says how many to simulate.",
     )
     flags.yes_no("dry_run", "Print every array and its bytes per device, look at the data, then stop.")
-    flags.text("html", None, "With --dry_run: write a page with pictures of the mesh and of all arrays to this file.")
+    flags.path("html", None, "With --dry_run: write a page with pictures of the mesh and of all arrays to this file.")
     flags.text(
         "show",
         None,
         "With --dry_run: draw the mesh and these arrays, such as wq,residual, as blocks with the numbers of the "
         "devices that hold them, in place of the tables.",
     )
-    flags.text("executable", None, "Run the train step that explain --export compiled, instead of compiling it here.")
+    flags.path("executable", None, "Run the train step that explain --export compiled, instead of compiling it here.")
     flags.yes_no("trust", "Accept an --executable that was exported elsewhere. It can run any code as you.")
     on_chip(flags)
     flags.text(
@@ -49,7 +49,7 @@ def _define(flags: Flags) -> None:
         None,
         "START:STOP: write a trace of these steps into the workdir, and compare their parts with the prediction.",
     )
-    flags.text(
+    flags.path(
         "train_tokenizer",
         None,
         "Train a BPE tokenizer on data.source, write it to this "

@@ -6,9 +6,23 @@ from typing import Any
 
 from absl import flags
 
+from gspmd_lm import files
+
 # Groups of flags, in the help.
 INPUTS, RUN, JOB, RESULTS = "What is computed, and where", "The run", "The whole job", "Results"
 MACHINE, HELP = "The machine", "Help"
+
+
+class _LocalPath(flags.ArgumentParser[str]):
+    """The path of a file or folder of this machine, in which ~ may stand for the home folder."""
+
+    syntactic_help = "a path of this machine"
+    fix = "copy it from there or to there, or mount the bucket as a file system"
+
+    def parse(self, argument: str) -> str:
+        if files.is_remote(argument):
+            raise ValueError(self.syntactic_help)
+        return str(files.expand_user(argument))
 
 
 class Flags:
@@ -25,6 +39,9 @@ class Flags:
 
     def text(self, name: str, default: str | None, about: str) -> None:
         flags.DEFINE_string(name, default, about, **self._where)
+
+    def path(self, name: str, default: str | None, about: str) -> None:
+        flags.DEFINE(_LocalPath(), name, default, about, **self._where)
 
     def whole(self, name: str, default: int | None, about: str, least: int | None = None) -> None:
         flags.DEFINE_integer(name, default, about, lower_bound=least, **self._where)
@@ -73,7 +90,7 @@ def on_target(flags: Flags) -> None:
 
 def on_chip(flags: Flags) -> None:
     """Defines the file of a chip that the table of chips lacks, or that was measured."""
-    flags.text(
+    flags.path(
         "chip",
         None,
         "A YAML file that describes the chip of the devices, as calibrate writes it (docs/foresight.md). "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
+from gspmd_lm import files
 from gspmd_lm.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ def read_text(path: "Path | epath.Path") -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except (OSError, ImportError) as error:  # an address may need a package that is not installed
+    except Exception as error:  # the packages that read addresses have no common class of errors
+        if not isinstance(error, OSError) and not files.is_remote(path):
+            raise
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
@@ -32,7 +35,7 @@ def cache_folder(name: str) -> Path:
     Raises InputError if the variable names a place in an object store.
     """
     chosen = os.environ.get("GSPMD_LM_CACHE")
-    if chosen and "://" in chosen:
+    if chosen and files.is_remote(chosen):
         raise InputError(
             f"GSPMD_LM_CACHE={chosen}: the cache must be a folder, because its files are mapped into memory\n"
             "  fix   give a folder of this machine; --compile_cache takes a bucket for compiled programs"
@@ -98,6 +101,7 @@ def short_name(path: str, folder: str) -> str:
 
 def found_file(name: str, folder: str) -> Path | None:
     """The path of the file `name`, as `find_file` looks for it; None if there is none."""
+    name = str(files.expand_user(name))
     candidates = (root / one for root in _roots(folder) for one in (name, f"{name}.yaml"))
     # os.path, since a name that is too long for a file is no file, and Path.is_file raises OSError for it.
     return next((path for path in candidates if os.path.isfile(path)), None)
@@ -109,10 +113,8 @@ def find_file(name: str, folder: str) -> "Path | epath.Path":
     It is looked up as given, then in `folder` of the working directory, of the checkout and of the wheel. Raises
     InputError with the nearest known name. An address is not looked up.
     """
-    if "://" in name:
-        from etils import epath
-
-        return epath.Path(name)
+    if files.is_remote(name):
+        return files.open_path(name)
     if found := found_file(name, folder):
         return found
     shipped = known_names(folder)

@@ -128,7 +128,7 @@ def with_workdir_tokenizer(config: Config, workdir: str) -> Config:
     trained. Raises InputError if it names another tokenizer, or if the workdir cannot be looked into.
     """
     name = config.data.tokenizer
-    path = layout.workdir_path(workdir)
+    path = files.open_path(workdir)
     kept = path / layout.TOKENIZER
     if name == "bytes":
         return config
@@ -156,7 +156,7 @@ def _tokenizer_of_run(workdir: str) -> str | None:
     if not (path := layout.find_earlier(workdir, layout.CONFIG)):
         return None
     try:
-        described = core_yaml.parse(read_text(layout.workdir_path(path)), path)
+        described = core_yaml.parse(read_text(files.open_path(path)), path)
     except InputError:  # a run writes it anew
         return None
     data = described.get("data") if isinstance(described, dict) else None

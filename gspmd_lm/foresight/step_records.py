@@ -143,9 +143,9 @@ def _place(workdir: epath.Path) -> str:
 def keep(record: StepRecord) -> None:
     """Writes a record into its workdir and into the folder of all records."""
     plain = {"schema": SCHEMA} | dataclasses.asdict(record)
-    folder = layout.workdir_path(paths.records_folder())
+    folder = files.open_path(paths.records_folder())
     folder.mkdir(parents=True, exist_ok=True)
-    for path in (layout.workdir_path(record.workdir) / layout.STEP, folder / record.name):
+    for path in (files.open_path(record.workdir) / layout.STEP, folder / record.name):
         files.replace_json(path, plain)
 
 
@@ -159,7 +159,7 @@ def read_records(names: Iterable[str] = ()) -> list[StepRecord]:
 
 
 def _files(name: str) -> list[epath.Path]:
-    path = layout.workdir_path(name)
+    path = files.open_path(name)
     if path.is_file():
         return [path]
     if (path / layout.STEP).exists():

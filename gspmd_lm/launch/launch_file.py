@@ -15,7 +15,6 @@ from gspmd_lm.config import core_yaml, paths
 from gspmd_lm.config.types import STRICT, explain_problem
 from gspmd_lm.errors import InputError
 from gspmd_lm.launch.job import ABOUT, Job
-from gspmd_lm.workdir import layout
 
 _JOB = pydantic.TypeAdapter(pydantic.with_config(STRICT)(Job))
 
@@ -54,7 +53,7 @@ def find_logs(place: str) -> epath.Path:
         beside, default = [whole, f"{whole}.launch"], [f"runs/{whole.rpartition('/')[2]}.launch"]
         tried = [*default, *beside] if files.is_remote(whole) else [*beside, *default]
     for name in dict.fromkeys(tried):
-        folder = layout.workdir_path(name)
+        folder = files.open_path(name)
         if folder.is_dir() and any(one.name.isdecimal() or one.suffix == ".log" for one in folder.iterdir()):
             return folder
     raise InputError(

@@ -57,7 +57,7 @@ def enable(directory: str | None = None) -> CompileCache:
     preset: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     chosen = directory or (None if parent else preset)
     try:
-        folder = epath.Path(chosen or cache_folder("compile"))
+        folder = files.open_path(chosen or str(cache_folder("compile")))
         folder.mkdir(parents=True, exist_ok=True)
         if not chosen:  # whoever names a folder keeps it small
             files.trim(Path(folder).glob("*-cache"), LIMIT_BYTES)

@@ -9,7 +9,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config as configs
-from gspmd_lm import versions
+from gspmd_lm import files, versions
 from gspmd_lm.config import Config, paths, value_at, with_values
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
@@ -86,7 +86,7 @@ def find(config: Config) -> InitFrom:
     Raises InputError if it has no checkpoint to use, or if the newest one is of another architecture.
     """
     path = config.train.init_from
-    workdir = layout.workdir_path(path)
+    workdir = files.open_path(path)
     place = f"train.init_from: {path}"
     described = workdir / layout.CONFIG
     begun = configs.load(str(described)) if described.exists() else None

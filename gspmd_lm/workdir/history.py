@@ -100,7 +100,7 @@ def known_classes(workdir: epath.Path, init_from: str = "") -> tuple[str, ...]:
     names = json_object(paths.read_text(published), published).get("id2label") if published.exists() else None
     named = names if isinstance(names, dict) else {}
     found = tuple(str(named[number]) for number in map(str, range(len(named))) if number in named)
-    return found or (known_classes(layout.workdir_path(init_from)) if init_from else ())
+    return found or (known_classes(files.open_path(init_from)) if init_from else ())
 
 
 def check_classes(
@@ -200,7 +200,7 @@ def read_runs(folders: Sequence[str]) -> list[RunHistory]:
     """
     workdirs: dict[str, epath.Path] = {}
     for folder in folders:
-        path = layout.workdir_path(folder)
+        path = files.open_path(folder)
         workdirs_here = _workdirs(path)
         if not workdirs_here:
             what = f"no {layout.METRICS} in it" if path.exists() else "there is no such folder"

@@ -23,11 +23,6 @@ IMPORTED = "hugging_face"  # a folder: the files that came with imported weights
 IGNORED = "ignored.json"  # in it: the fields of config.json that --ignore named
 
 
-def workdir_path(name: str) -> epath.Path:
-    """A local path, in which ~ may stand for the home folder, or a remote one."""
-    return epath.Path(name if files.is_remote(name) else files.expand_user(name))
-
-
 def is_run(folder: Path | epath.Path) -> bool:
     """Whether a folder is the workdir of a run or of an import."""
     return (folder / CONFIG).is_file()
@@ -58,5 +53,5 @@ def find_earlier(workdir: str | None, name: str) -> str | None:
     if not workdir:
         return None
     check_store(workdir)
-    path = workdir_path(workdir) / name
+    path = files.open_path(workdir) / name
     return str(path) if path.is_file() else None

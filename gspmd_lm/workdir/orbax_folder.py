@@ -31,7 +31,7 @@ def resolve(directory: str) -> epath.Path:
     """The absolute path of `directory`, which is looked up once, so that a wrong path stops a run before it starts."""
     layout.check_store(directory)
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs what it raises
-    path, is_remote = layout.workdir_path(directory), files.is_remote(directory)
+    path, is_remote = files.open_path(directory), files.is_remote(directory)
     path = path if is_remote else path.absolute()
     if path.exists() and not path.is_dir():
         raise InputError(f"{directory}: not a directory\n  fix   give another path for checkpoints")

@@ -70,6 +70,18 @@ DRY = ("--rules=tp8", "--dry_run")
             "compare needs --target\n  fix   compare tp8 dp8 "
             "--set=data.batch=8 --target=v5p:2x2x2 (or cpu:8, h100:8)\n",
         ),
+        (
+            ("plot", "runs/a", "--html=gs://b/p.html"),
+            "--html=gs://b/p.html: must be a path of this machine\n"
+            "  fix   copy it from there or to there, or mount the bucket as a file system\n",
+        ),
+        (("convert", "--from=gs://b/in"), "--from=gs://b/in: must be a path of this machine\n"),
+        (
+            ("--rules=file:///tp8.yaml",),
+            "file:///tp8.yaml: nothing reads addresses that begin with file://\n  fix   give a local path, or gs://\n",
+        ),
+        (("plot", "foo://runs/a"), "foo://runs/a: nothing reads addresses that begin with foo://\n"),
+        (("errors", "foo://runs/a"), "foo://runs/a: nothing reads addresses that begin with foo://\n"),
         (("--steps=many",), "--steps=many: must be a positive integer\n"),
         (("--steps=0",), "--steps=0: must be a positive integer\n"),
         (("--devices=0",), "--devices=0: must be a positive integer\n"),
@@ -217,6 +229,16 @@ def test_dashes_in_names_of_flags(verb, arguments):
     assert (values.dry_run, values.num_processes, values.compile_cache, values.set, rest) == (
         True, 2, "a-b", ["a-b=c-d"], []
     )  # fmt: skip
+
+
+def test_every_flag_that_is_a_path_may_begin_in_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("mesh: {tensor: 8}\n")
+    values, _ = cli.parse_flags(
+        cli.VERBS["explain"], ["--rules=~/mine", "--json=~/out.json", "--export=x", "--chip=~/my.yaml"]
+    )
+    assert (values.json, values.export, values.chip) == (f"{tmp_path}/out.json", "x", f"{tmp_path}/my.yaml")
+    assert [one.path for one in inputs.layouts(values, [])] == [f"{tmp_path}/mine.yaml"]
 
 
 def test_a_value_may_look_like_a_flag():

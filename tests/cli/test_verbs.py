@@ -159,6 +159,9 @@ def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
     assert code == 0 and "over 5 tokens" in out
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'none'}", *ALONE)
     assert code == 2 and "none matches no file" in err
+    for flag, *scored in (("--batch=3",), ("--output=x", f"--text={tmp_path / 'README'}")):
+        code, _, err = verb("eval", f"--workdir={workdir}", flag, *scored, *ALONE)
+        assert code == 2 and f"{flag}: has no effect on " in err
     lines.write_text('{"prompt": "01", "continuation": "23"}\n')
     code, out, _ = verb("eval", f"--workdir={workdir}", f"--continuations={lines}", *ALONE)
     assert code == 0 and json.loads(out)["log_likelihood"] == pytest.approx(-2 * np.log(257), abs=0.3)
