@@ -157,7 +157,8 @@ def _most_excessive(report: Report, axes: str, phase: str) -> str:
     often, enough = times[largest.op], least[largest.op]
     repeated = f": {often:,} times in a step, where {enough:,} would do" if often > enough > 0 else ""
     because = f", because of {', '.join(largest.rules)}" if largest.rules else ""
-    return f"the {largest.kind} at {largest.op or largest.source}{repeated}{because}"
+    place = ", ".join(dict.fromkeys(filter(None, (largest.op, largest.source))))
+    return f"the {largest.kind} at {place}{repeated}{because}"
 
 
 def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[str], phase: str) -> Iterator[Finding]:

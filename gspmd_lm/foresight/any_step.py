@@ -153,7 +153,9 @@ def placed_arguments(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mes
 
 def read(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> Reading:
     """The transfers and FLOPs of one device when a program runs on a mesh."""
-    return read_step(traced.jaxpr, placed_arguments(traced, lowered, mesh), traced.out_info, mesh.shape)
+    return read_step(
+        traced.jaxpr, placed_arguments(traced, lowered, mesh), traced.out_info, mesh.shape, traced.fun_name
+    )
 
 
 def split(like: jax.ShapeDtypeStruct) -> list[list[str]]:

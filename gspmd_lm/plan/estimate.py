@@ -350,8 +350,7 @@ class Estimator:
         config = self.traces.task.config
         shards, timed = Shards(part.rules, config.model if config else None), list[TimedOp]()
         if self.chip:
-            rounds = self.chip.platform == "tpu" and self.traces.task.matmul_precision == "default"
-            for one in timed_ops(self.chip, op_graph, shards, rounds):
+            for one in timed_ops(self.chip, op_graph, shards, self.traces.task.matmul_precision):
                 slowdown = self.chip.slowdowns.get(one.kind, 1.0)
                 timed.append(
                     dataclasses.replace(one, forward_s=slowdown * one.forward_s, backward_s=slowdown * one.backward_s)

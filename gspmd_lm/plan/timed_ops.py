@@ -41,8 +41,9 @@ class TimedOp:
         return self.trip_count > 1
 
 
-def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: bool) -> Iterator[TimedOp]:
-    """The ops of a part. rounds_to_bf16: matmuls of float32 have operands that are rounded to bfloat16."""
+def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, precision: str) -> Iterator[TimedOp]:
+    """The ops of a part. precision: that of matmuls, as `jax.default_matmul_precision` takes it."""
+    rounds_to_bf16 = chip.platform == "tpu" and precision == "default"
     launch_s = op_time.kernel_gap_s(chip)
     for op in op_graph.ops:
         # Kernels of experts skip what of a buffer is empty, as half of it is where loads are even.
@@ -95,7 +96,8 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
             + max(
                 memory_s,
                 kernel_bytes / op_time.hbm_bytes_per_s(chip),
-                flops / (used * _tile_share(chip, elements, flops, op) * _flops_per_s(chip, op, dtypes, sides)),
+                flops
+                / (used * _tile_share(chip, elements, flops, op) * _flops_per_s(chip, op, dtypes, sides, precision)),
             )
             for elements, (used, kernel_bytes), dtypes, before_bytes, sides in [*passes][: 1 + round(op.backward)]
         )
@@ -119,12 +121,14 @@ def _multiplied_dtypes(chip: Chip, dtype: str, rows: float) -> tuple[str, str]:
     return "bf16", "bf16" if grouped_gpu.widens(jnp.dtype(jnp.float8_e4m3fn), chip.kinds[0], rows) else dtype
 
 
-def _flops_per_s(chip: Chip, op: Op, dtypes: tuple[str, str], sides: tuple[float, float, float]) -> float:
+def _flops_per_s(
+    chip: Chip, op: Op, dtypes: tuple[str, str], sides: tuple[float, float, float], precision: str
+) -> float:
     """The FLOPs/s of a matmul that fills its tiles. sides: its rows, contracted numbers and columns."""
     if rate := measured.matmul_flops_per_s(chip, dtypes, 1.0, *sides):
         return rate
     share = op_time.matmul_share(chip, op.is_grouped, dtypes) / chip.matmul_slowdown
-    return share * min(map(chip.matmul_flops_per_s, dtypes))
+    return share * min(chip.matmul_flops_per_s(dtype, precision == "highest") for dtype in dtypes)
 
 
 def _tile_share(chip: Chip, elements: float, flops: float, op: Op) -> float:

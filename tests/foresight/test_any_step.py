@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import gspmd_lm
@@ -52,6 +53,23 @@ def test_names_of_operations_of_others():
     assert [one.phase for one in found] == ["forward", "other", "backward"]
     assert [one.modules for one in found] == [("Dense_0",), (), ("Dense_1",)]
     assert parse("jit(_train)/add").phase == "optimizer"
+
+
+def test_what_is_outside_of_a_derivative_has_the_same_phase_in_the_floor_as_in_the_program():
+    """Else nothing of the floor would be taken off what is sent, and a warning would name what is necessary."""
+
+    def product(devices):
+        mesh = jax.sharding.Mesh(np.reshape(devices, (4, 2)), ("data", "tensor"))
+
+        def array(shape, *spec):
+            return jax.ShapeDtypeStruct(shape, "float32", sharding=jax.NamedSharding(mesh, jax.P(*spec)))
+
+        step = jax.jit(lambda x, w: x @ w, out_shardings=jax.NamedSharding(mesh, jax.P("data")))
+        return step.trace(array((64, 32), "data", "tensor"), array((32, 16), "tensor"))
+
+    found = gspmd_lm.explain(product, target="cpu:8")
+    assert {one.phase for one in found.collectives} == {one.phase for one in found.floor.by_array} == {"other"}
+    assert all(sent >= 0 for sent in advice._excess_bytes(found).values())
 
 
 def test_no_word_of_its_page_speaks_of_rules(descent):

@@ -21,6 +21,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.equations import input_pairs
 from gspmd_lm.foresight.hlo.shape import MEMORIES, Array
 from gspmd_lm.hardware import network
+from gspmd_lm.hardware.chips import COMPLEX
 from gspmd_lm.hardware.network import Groups
 
 if TYPE_CHECKING:
@@ -64,9 +65,21 @@ _CARRIED = (*COLLECTIVES, "custom-call")  # in fusions, asynchronous collectives
 
 
 def matmul_flops(instruction: Instruction) -> float:
-    """The FLOPs of one run of an instruction, 2 x multiply-adds of all its matmuls; 0 if it has none."""
+    """The FLOPs of one run of an instruction, 2 x multiply-adds of all its matmuls; 0 if it has none.
+
+    A product of complex numbers is four of real ones.
+    """
     if instruction.opcode == "fusion":
         return sum(inner.flops for inner in instruction.inside if inner.opcode != "fusion")
+    return 2.0 * _multiply_adds(instruction) * _real_products(instruction)
+
+
+def _real_products(matmul: Instruction) -> int:
+    arrays = [array for operand in matmul.operands[:1] for array in operand.shape.arrays]
+    return 4 if any(array.dtype in COMPLEX for array in arrays) else 1
+
+
+def _multiply_adds(instruction: Instruction) -> float:
     if instruction.opcode == "dot":
         return _dot(instruction, re.findall(r"\d+", instruction.attributes.get("lhs_contracting_dims", "")))
     if instruction.opcode == "convolution" or instruction.custom_call_target in _CONVOLUTIONS:
@@ -79,7 +92,7 @@ def matmul_flops(instruction: Instruction) -> float:
 
 def _dot(instruction: Instruction, contracted: Iterable[str]) -> float:
     left = instruction.operands[0].shape.arrays[0].dimensions
-    return 2.0 * instruction.shape.arrays[0].elements * math.prod(left[int(d)] for d in contracted)
+    return instruction.shape.arrays[0].elements * math.prod(left[int(d)] for d in contracted)
 
 
 def dot_sides(instruction: Instruction) -> tuple[float, float, float, float]:
@@ -89,7 +102,7 @@ def dot_sides(instruction: Instruction) -> tuple[float, float, float, float]:
     """
     left, right = (operand.shape.arrays[0] for operand in instruction.operands[:2])
     result = instruction.shape.arrays[0].elements
-    contracted = instruction.flops / (2 * result)
+    contracted = instruction.flops / (2 * result * _real_products(instruction))
     if instruction.opcode == "convolution":
         columns = max(right.dimensions)
         return 1.0, result / columns, contracted, columns
@@ -134,7 +147,7 @@ def _convolution(instruction: Instruction) -> float:
     # The kernel's input features are already those of one group.
     batch, outputs = result[result_labels.index("b")], result[result_labels.index("f")]
     batch //= int(instruction.attributes.get("batch_group_count", 1)) if batch < left[left_labels.index("b")] else 1
-    return 2.0 * positions * batch * outputs * kernel[kernel_labels.index("i")]
+    return positions * batch * outputs * kernel[kernel_labels.index("i")]
 
 
 def moved_bytes(instruction: Instruction) -> collections.Counter[str]:

@@ -49,13 +49,16 @@ __all__ = ["Reading", "Transfer", "read_step", "read_train"]
 RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | control.RULES | per_device.RULES
 
 
-def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mapping[str, int] | None = None) -> Reading:
+def read_step(
+    program: Any, arguments: Any = (), results: Any = (), mesh: Mapping[str, int] | None = None, name: str = ""
+) -> Reading:
     """The transfers and FLOPs of one device when a traced program runs.
 
     program: a closed jaxpr. That of a call of a jitted function says itself how the results are sharded.
     arguments, results: trees of arrays or ShapeDtypeStructs, each with a NamedSharding or None. An argument without one
     is held by every device; a result without one may be anywhere.
     mesh: sizes by the name of a mesh axis; None takes the mesh of the arguments.
+    name: that of the jitted function. The phases of a step depend on it, see `op_names.parse`.
     """
     leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
     if mesh is None:
@@ -75,17 +78,21 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
         reader.mesh.dims(leaf.spec, rank_of(var.aval)) if isinstance(leaf, NamedSharding) else None
         for var, leaf in zip(jaxpr.outvars, places, strict=True)
     ]
-    shardings = reader.read(jaxpr, operands, wanted=wanted)
+    stack = f"jit({name})" if name else ""  # as a compiler begins the names of its operations
+    shardings = reader.read(jaxpr, operands, stack, wanted)
     held_bytes = sum(
         reader.mesh.local_bytes(var.aval, one.dims)
         for var, one, is_read in zip(jaxpr.invars, operands, equations.read_arguments(jaxpr), strict=True)
         if is_read
     )
+    makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     results_updated = equations.updated_parts(jaxpr)
     for var, result, dims, updated in zip(jaxpr.outvars, shardings, wanted, results_updated, strict=True):
         placed = result.dims if dims is None else dims
         if jaxpr.eqns and (dims is not None or result.unreduced):  # what is returned is no partial sum
-            reader.move(Operation(jaxpr.eqns[-1], "", [], {}), var.aval, result, placed)
+            maker = makers.get(var, jaxpr.eqns[-1])
+            names = "/".join(filter(None, (stack, str(maker.source_info.name_stack))))
+            reader.move(Operation(maker, names, [], {}), var.aval, result, placed)
         if isinstance(var, core.Var) and var not in jaxpr.invars:
             written = [reader.mesh.local_bytes(part, placed) for part in (updated[1] if updated else [var.aval])]
             held_bytes += min(sum(written), reader.mesh.local_bytes(var.aval, placed))
@@ -103,4 +110,4 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
 def read_train(step: "Step", traced: Any = None) -> Reading:
     """The transfers and FLOPs of one device in a train step; `traced` is its program, if it is traced already."""
     traced = traced or step.trace_train()
-    return read_step(traced.jaxpr, (step.abstract_state, step.abstract_batch), traced.out_info)
+    return read_step(traced.jaxpr, (step.abstract_state, step.abstract_batch), traced.out_info, name=traced.fun_name)

@@ -132,7 +132,8 @@ class OpTime:
 
 
 NO_TIME = OpTime(0.0)
-CALL = "custom-call "
+CALL, MATMUL_OF = "custom-call ", "matmul of "  # how the names of unknown times begin
+FLOAT64 = ("f64", "c128")
 
 
 def op_time(instruction: Instruction, chip: Chip) -> OpTime:
@@ -148,6 +149,9 @@ def op_time(instruction: Instruction, chip: Chip) -> OpTime:
     if matmul_flops := instruction.flops:
         time = _matmul_time(instruction, chip, matmul_flops)
         time = dataclasses.replace(time, seconds=time.seconds + kernels_s)
+        if chip.gpu and not unknown:  # no file of a chip has the rate of float64
+            wide = {array.dtype for operand in instruction.operands for array in operand.shape.arrays} & {*FLOAT64}
+            unknown = f"{MATMUL_OF}{wide.pop()}" if wide else ""
     elif kernels_s:
         kind = max((time for time in kernel_times if time), key=lambda time: time.seconds).kind
         time = OpTime(max(kernels_s, _memory_s(instruction, chip) if kind == "attention" else 0.0), kind)
@@ -338,7 +342,10 @@ def tile_share(elements: float, depth_bytes: float, cores: int) -> float:
 
 def _peak(matmul: Instruction, chip: Chip) -> float:
     """The peak FLOPs/s of the wider factor."""
-    return min(map(chip.matmul_flops_per_s, _multiplied_dtypes(matmul)), default=chip.peak_bf16_flops_per_s)
+    precision = matmul.config.get("gemm_backend_config", {}).get("precision_config", {}).get("operand_precision")
+    whole = "highest" in str(precision or matmul.attributes.get("operand_precision")).lower()
+    peaks = (chip.matmul_flops_per_s(dtype, whole) for dtype in _multiplied_dtypes(matmul))
+    return min(peaks, default=chip.peak_bf16_flops_per_s)
 
 
 def _multiplied_dtypes(matmul: Instruction) -> list[str]:

@@ -57,9 +57,10 @@ class Prediction:
     def without_price(self) -> str:
         """The operations without a known time that may matter, in words; '' if there is none.
 
-        The bytes of a kernel or a loop do not tell how long it takes; other operations matter by their bytes.
+        The bytes of a kernel, a matmul or a loop do not tell how long it takes; other operations matter by their bytes.
         """
-        long = [name for name in self.unpriced if name.startswith(op_time.CALL) or name == UNKNOWN_TRIP_COUNT]
+        of_long = op_time.CALL, op_time.MATMUL_OF, UNKNOWN_TRIP_COUNT
+        long = [name for name in self.unpriced if name.startswith(of_long)]
         most = long or [*self.unpriced] if long or self.unpriced_share > UNPRICED else []
         return ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
 

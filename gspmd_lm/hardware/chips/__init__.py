@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from gspmd_lm.units import bits
 
 PLATFORMS = ("cpu", "gpu", "tpu")
+COMPLEX = ("c64", "c128")  # as programs write complex numbers of float32 and float64
 KERNEL_MEMORY_BYTES = 16 * 2**20  # libtpu: of most TPUs
 
 
@@ -142,13 +143,18 @@ class Chip:
     # Size of a head -> cycles of splash attention, forward and fused backward.
     splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict, hash=False)
 
-    def matmul_flops_per_s(self, dtype: str) -> float:
+    def matmul_flops_per_s(self, dtype: str, whole: bool = False) -> float:
         """The peak of matmuls whose operands have a dtype, as programs or jax write it: bf16, f8e4m3fn, s4, int4.
 
-        A dtype that a chip does not multiply is widened: int4 to int8, and 8 bits to bf16. GPUs multiply float32 as
-        TF32 by default, half as fast as bf16.
+        A dtype that a chip does not multiply is widened: int4 to int8, and 8 bits to bf16. Complex numbers are
+        multiplied as pairs of real ones. GPUs multiply float32 as TF32 by default, half as fast as bf16.
+        whole: float32 keeps all its bits, as at jax's precision `highest`. The tensor cores of GPUs cannot do that.
         """
         width = bits(dtype)
+        if dtype in COMPLEX:
+            return self.matmul_flops_per_s(f"f{width // 2}", whole)
+        if width == 32 and whole and self.gpu:
+            return 2 * self.gpu.core_count * self.gpu.fpus_per_core * self.clock_hz
         if width == 32 and self.peak_f32_flops_per_s:
             return self.peak_f32_flops_per_s
         if width > 16:
