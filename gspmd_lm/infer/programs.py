@@ -354,12 +354,13 @@ def check_causal(config: Config, or_of_source: bool = False) -> None:
 
     or_of_source: a model that does so given a source or an image will do, too.
     """
-    if config.objective == "causal" and config.model.vision and not or_of_source:
+    read_before = "sources" if config.objective == "seq2seq" else "images" if config.model.vision else ""
+    if config.objective in ("causal", "seq2seq") and read_before and not or_of_source:
         raise InputError(
-            f"{config.name}: model.vision: scoring texts alone leaves out their images\n"
+            f"{config.name}: scoring texts alone leaves out their {read_before}\n"
             "  fix   without --text and --continuations, eval scores texts behind theirs"
         )
-    if config.objective not in ("causal", *["seq2seq"] * or_of_source):
+    if config.objective not in ("causal", "seq2seq"):
         raise InputError(
             f"{config.name}: objective: {config.objective}: generating and scoring texts need a model that predicts "
             "the next token\n  fix   use a config of objective: causal"

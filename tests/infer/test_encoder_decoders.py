@@ -9,7 +9,7 @@ from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain
 from gspmd_lm.hardware import target
-from gspmd_lm.infer import generate
+from gspmd_lm.infer import generate, programs
 from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
 from gspmd_lm.sharding import rules_file
@@ -138,6 +138,13 @@ def test_sources_and_texts_have_rooms_of_their_own(speaking):
         generate.check_prompts(config, [[1] * 21], 1)
     with pytest.raises(InputError, match=r"33 new tokens are more than model\.context=32"):
         generate.check_prompts(config, [[1]], 33)
+
+
+def test_texts_that_are_written_from_sources_are_not_scored_without_them(speaking):
+    config = speaking(**T5)
+    programs.check_causal(config, or_of_source=True)
+    with pytest.raises(InputError, match="scoring texts alone leaves out their sources"):
+        programs.check_causal(config)
 
 
 @pytest.mark.parametrize("settings", [dict(objective="masked"), {"objective": "classes", "classes.count": 3}], ids=str)
