@@ -20,8 +20,8 @@ def mesh_of(devices):
     return Mesh(np.reshape(devices, (4, -1)), ("data", "tensor"))
 
 
-def rows(mesh):
-    return Shape((ROWS, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+def rows(mesh, axis="data"):
+    return Shape((ROWS, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P(axis)))
 
 
 def elementwise(devices, function=jnp.sin):
@@ -122,6 +122,26 @@ def few_devices(devices):
 
 def other_devices(devices):
     return elementwise(jax.devices("cpu") if devices[0].platform != "cpu" else devices[::-1][:-1] + devices[-1:])
+
+
+def on_two_meshes(devices):
+    """An argument, a constraint and a shard_map on a mesh of one axis, beside an argument on a mesh of two."""
+    whole = Mesh(np.array(devices), ("all",))
+
+    def step(x, y):
+        columns = jax.lax.with_sharding_constraint(y * y, NamedSharding(whole, P(None, "all")))
+        add_up = functools.partial(jax.lax.psum, axis_name="all")
+        return x + 1, jax.shard_map(add_up, mesh=whole.abstract_mesh, in_specs=P("all"), out_specs=P())(columns)
+
+    return jax.jit(step).trace(rows(mesh_of(devices)), rows(whole, "all"))
+
+
+def other_sizes(devices):
+    return jax.jit(jnp.add).trace(rows(mesh_of(devices)), rows(Mesh(np.reshape(devices, (2, 4)), ("data", "tensor"))))
+
+
+def swapped(devices):
+    return jax.jit(jnp.add).trace(rows(mesh_of(devices)), rows(Mesh(np.reshape(devices, (2, 4)), ("tensor", "data"))))
 
 
 def unplaced(devices):

@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.foresight import equations
+from gspmd_lm.foresight import equations, meshes
 from gspmd_lm.foresight.propagation import Reading, read_step
 from gspmd_lm.sharding.shapes import bytes_per_device
 
@@ -105,20 +105,19 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
     # jax has no public name for the shardings of a step that is not compiled yet, nor for the options of jax.jit.
     lowered = _call(name, traced.lower)
     lowering: Any = lowered._lowering
-    known = lowering.compile_args
-    shardings = [*known["in_shardings"], *known["out_shardings"], *known["intermediate_shardings"]]
-    meshes: list[Any] = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
-    if not meshes:
+    placed: list[Any] = [one.mesh for one in _shardings(lowered) if isinstance(one, NamedSharding)]
+    if not placed:
         raise InputError(f"{name}: no argument has a NamedSharding, which says where it lives\n  fix   {_ABSTRACT}")
-    mesh = meshes[0]
+    others = _other_meshes(traced, lowered)
+    mesh = meshes.choose_mesh(placed[0], others)
     if {*mesh.devices.flat} != {*devices}:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
         wrong = f"has {mesh.size} devices" if mesh.size != len(devices) else "is not made of the devices"
         raise InputError(
-            f"{name}: its mesh ({sizes}) {wrong}, and the function is given {len(devices)}\n"
+            f"{name}: its mesh ({meshes.say_sizes(mesh)}) {wrong}, and the function is given {len(devices)}\n"
             f"  fix   make it of those that are given, such as {_MESH}, or name a target of {mesh.size} devices"
         )
-    paths, leaves = traced.jaxpr.jaxpr.debug_info.arg_names, placed_arguments(traced, lowered, mesh)
+    joined = meshes.join_axes(mesh, others, name)
+    paths, leaves = traced.jaxpr.jaxpr.debug_info.arg_names, placed_arguments(traced, lowered, mesh, joined)
     named = paths if paths and len(paths) == len(leaves) else [None] * len(leaves)
     arguments = {
         path or f"argument {number}": like
@@ -141,21 +140,37 @@ def _lower_without_python(ctx: Any, *operands: Any, **_: Any) -> Any:
     return mlir.lower_fun(results, multiple_results=True)(ctx, *operands)
 
 
-def placed_arguments(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    """The arguments of a program, each with a sharding of `mesh`; without one where the program does not read it."""
+def placed_arguments(
+    traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh, joined: meshes.JoinedAxes
+) -> list[jax.ShapeDtypeStruct]:
+    """The arguments of a program, each with a sharding of `mesh`; without one where the program does not read it.
+
+    joined: the axes of `mesh` that those of other meshes are.
+    """
     lowering: Any = lowered._lowering
     known, leaves = lowering.compile_args, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.jaxpr.in_avals]
     for number, sharding in zip(sorted(known["kept_var_idx"]), known["in_shardings"], strict=True):
-        placed = sharding if isinstance(sharding, NamedSharding) else NamedSharding(mesh, PartitionSpec())
+        is_named = isinstance(sharding, NamedSharding)
+        placed = meshes.place_on(mesh, sharding, joined) if is_named else NamedSharding(mesh, PartitionSpec())
         leaves[number] = jax.ShapeDtypeStruct(leaves[number].shape, leaves[number].dtype, sharding=placed)
     return leaves
 
 
 def read(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> Reading:
     """The transfers and FLOPs of one device when a program runs on a mesh."""
-    return read_step(
-        traced.jaxpr, placed_arguments(traced, lowered, mesh), traced.out_info, mesh.shape, traced.fun_name
-    )
+    joined = meshes.join_axes(mesh, _other_meshes(traced, lowered), "the program")
+    arguments = placed_arguments(traced, lowered, mesh, joined)
+    return read_step(traced.jaxpr, arguments, traced.out_info, mesh.shape, traced.fun_name, joined)
+
+
+def _shardings(lowered: jax.stages.Lowered) -> list[Any]:
+    lowering: Any = lowered._lowering
+    known = lowering.compile_args
+    return [*known["in_shardings"], *known["out_shardings"], *known["intermediate_shardings"]]
+
+
+def _other_meshes(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[Any]:
+    return [*meshes.find_meshes(_shardings(lowered), _equations(traced.jaxpr.jaxpr))]
 
 
 def split(like: jax.ShapeDtypeStruct) -> list[list[str]]:

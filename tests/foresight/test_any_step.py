@@ -187,6 +187,8 @@ def test_a_task_of_the_script_that_runs_is_explained_and_a_constant_at_import_do
 REFUSED = {
     "branches": r"own_steps.py:\d+, in \S+: TracerBoolConversionError: .*\n  fix   a step is traced from shapes",
     "few_devices": r"its mesh \(data=4, tensor=1\) has 4 devices, and the function is given 8",
+    "other_sizes": r"its meshes \(data=4, tensor=2\) and \(data=2, tensor=4\) cannot be read as one",
+    "swapped": r"its meshes \(data=4, tensor=2\) and \(tensor=2, data=4\) cannot be read as one",
     "unplaced": "no argument has a NamedSharding, which says where it lives",
     "pair": r"gives a tuple, and one traced step is explained\n  fix   return jax.jit\(update\).trace\(state, batch\)",
     "lowered": "gives a Lowered, and one traced step is explained",
@@ -200,6 +202,17 @@ def test_what_is_refused(name):
     with pytest.raises(InputError, match=REFUSED[name]) as error:
         any_step.build(any_step.Program(f"tests.own_steps:{name}"), jax.devices()[:8])
     assert "\n  fix   " in str(error.value)
+
+
+def test_a_mesh_whose_axes_join_those_of_another_one_is_read_in_them():
+    built = any_step.build(any_step.Program(own_steps.on_two_meshes), jax.devices()[:8])
+    assert built.facts["mesh"] == {"data": 4, "tensor": 2}
+    assert [split for _, _, split, _, _ in built.facts["arguments"]] == [[["data"], []], [["data", "tensor"], []]]
+    sent = any_step.read(built.traced, built.lowered, built.mesh).transfers
+    held = 4 * ROWS * WIDTH // 8
+    exchanged, added_up = ("all-to-all", held * 7 / 8), ("all-reduce", 2 * held * 7 / 8)
+    assert [(one.kind, one.bytes) for one in sent] == [exchanged, exchanged, added_up]
+    assert {one.mesh_axes for one in sent} == {"data+tensor"}
 
 
 @pytest.mark.parametrize("target", ["cpu:8", pytest.param("h100:8", marks=pytest.mark.slow), "v5e:2x4"])

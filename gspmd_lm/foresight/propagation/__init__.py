@@ -39,7 +39,7 @@ from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation import control, elementwise, indexing, matmuls, per_device
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Reading, Transfer
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated_sharding
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, MeshAxes, rank_of, replicated_sharding
 
 if TYPE_CHECKING:
     from gspmd_lm.train.step import Step
@@ -50,7 +50,12 @@ RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | co
 
 
 def read_step(
-    program: Any, arguments: Any = (), results: Any = (), mesh: Mapping[str, int] | None = None, name: str = ""
+    program: Any,
+    arguments: Any = (),
+    results: Any = (),
+    mesh: Mapping[str, int] | None = None,
+    name: str = "",
+    joined: Mapping[str, MeshAxes] | None = None,
 ) -> Reading:
     """The transfers and FLOPs of one device when a traced program runs.
 
@@ -59,11 +64,13 @@ def read_step(
     is held by every device; a result without one may be anywhere.
     mesh: sizes by the name of a mesh axis; None takes the mesh of the arguments.
     name: that of the jitted function. The phases of a step depend on it, see `op_names.parse`.
+    joined: the axes of `mesh` that an axis of another mesh is, by its name.
     """
     leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
     if mesh is None:
         mesh = next((leaf.mesh.shape for leaf in leaves if isinstance(leaf, NamedSharding)), {})
     reader = Reader(mesh, RULES)
+    reader.mesh.join_axes(joined or {})
     jaxpr = equations.live(program.jaxpr)
     leaves += [None] * (len(jaxpr.invars) - len(leaves))
     operands = [

@@ -103,6 +103,11 @@ class MeshShape(dict[str, int]):
         self.axis = {part: name for name, parts in self.factors.items() for part in parts}  # of a factor
         super().__init__(part for parts in self.factors.values() for part in parts.items())
 
+    def join_axes(self, joined: Mapping[str, MeshAxes]) -> None:
+        """Names runs of axes, as another mesh of the program does: all of size 8 is data of size 4 and tensor of 2."""
+        for name, axes in joined.items():
+            self.factors.setdefault(name, {part: self[part] for part in self.parts(axes)})
+
     def parts(self, names: Iterable[str]) -> MeshAxes:
         """The factors of some axes of the program."""
         return tuple(part for name in names for part in self.factors[name])
