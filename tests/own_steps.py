@@ -92,6 +92,12 @@ def calls_python(devices):
     )
 
 
+def calls_in_order(devices):
+    from jax.experimental import io_callback
+
+    return elementwise(devices, lambda x: (io_callback(print, None, x.sum(), ordered=True), x + 1)[1])
+
+
 def repeats(devices):
     whole = Shape((ROWS, WIDTH), jnp.float32, sharding=NamedSharding(mesh_of(devices), P()))
     return jax.jit(lambda x: x @ x.T).trace(whole)

@@ -128,9 +128,10 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
 
 
 def _lower_without_python(ctx: Any, *operands: Any, **_: Any) -> Any:
-    """What stands in a program for devices that are not here where it calls Python: results of the right shape."""
-    if ctx.tokens_in.effects():
-        ctx.set_tokens_out(ctx.tokens_in)
+    """What stands in a program for devices that are not here where it calls Python: results of the right shape.
+
+    A call without results leaves nothing, so the compiler leaves out what only such a call reads.
+    """
 
     def results(*arrays: jax.Array) -> list[jax.Array]:
         # They are made of all operands, so that the compiler does not leave out what makes these.
