@@ -150,6 +150,14 @@ def swapped(devices):
     return jax.jit(jnp.add).trace(rows(mesh_of(devices)), rows(Mesh(np.reshape(devices, (2, 4)), ("tensor", "data"))))
 
 
+def held_on_the_host(devices):
+    """Weights that are in the memory of the host, where they are written again."""
+    mesh = mesh_of(devices)
+    host, device = (NamedSharding(mesh, P("data"), memory_kind=kind) for kind in ("pinned_host", "device"))
+    jitted = jax.jit(lambda w, x: jax.device_put(jax.device_put(w, device) + x, host), donate_argnums=0)
+    return jitted.trace(Shape((ROWS, WIDTH), jnp.float32, sharding=host), rows(mesh))
+
+
 def unplaced(devices):
     return jax.jit(jnp.sin).trace(Shape((8,), jnp.float32))
 

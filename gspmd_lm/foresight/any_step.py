@@ -66,8 +66,13 @@ class BuiltProgram:
 
     @property
     def arrays_between_steps(self) -> dict[str, Any]:
-        """The arrays that devices hold between steps."""
-        return {"arguments": self.arguments}
+        """The arrays that devices hold between steps, in their own memory; simulated devices have that of the host."""
+        simulated = self.mesh.devices.flat[0].platform == "cpu"
+
+        def is_on_device(like: Any) -> bool:
+            return simulated or like.sharding.memory_kind in (None, "device")
+
+        return {"arguments": {path: like for path, like in self.arguments.items() if is_on_device(like)}}
 
     @property
     def facts(self) -> dict[str, Any]:

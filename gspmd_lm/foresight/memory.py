@@ -90,7 +90,8 @@ def measure(
     then the limit.
 
     compiled: what `memory_analysis` says, `*_in_bytes`. state_bytes: weights, optimizer, batch and cache, counted from
-    shapes; what tiling adds to them is among the temporaries. A donated argument is counted once, so is the code.
+    shapes; what tiling adds to them is among the temporaries. A donated argument is counted once, on the host as well;
+    so is the code.
     """
     beside = compiled["output_size_in_bytes"] - compiled["alias_size_in_bytes"]
     counted = ("argument_size_in_bytes", "temp_size_in_bytes", "generated_code_size_in_bytes")
@@ -98,7 +99,8 @@ def measure(
     if accepted and limit_bytes is not None:
         total = min(total, limit_bytes)
     results_bytes = beside if "arguments" in state_bytes else 0
-    host = sum(size for name, size in compiled.items() if name.startswith("host_") and "alias" not in name)
+    on_host = {name: size for name, size in compiled.items() if name.startswith("host_")}
+    host = sum(-size if "alias" in name else size for name, size in on_host.items())
     return Memory(
         **_by_tree(state_bytes),
         temporaries_bytes=total - sum(state_bytes.values()) - results_bytes,

@@ -223,6 +223,12 @@ def test_a_step_that_calls_python_is_explained_without_it(name, called, target):
     assert re.search(rf"counted: {called} at \S*own_steps.py:\d+, in tests.own_steps:{name}$", found.message)
 
 
+def test_arguments_in_the_memory_of_the_host_take_no_memory_of_devices():
+    built = any_step.build(any_step.Program(own_steps.held_on_the_host), targets.devices(targets.parse("v5e:2x4")))
+    assert [*built.arguments] == ["w", "x"]
+    assert [*built.arrays_between_steps["arguments"]] == ["x"]
+
+
 def test_calls_of_python_that_keep_their_order_are_left_out_for_devices_that_are_not_here():
     built = any_step.build(any_step.Program(own_steps.calls_in_order), targets.devices(targets.parse("h100:8")))
     assert built.callbacks[0].startswith("io_callback at") and "custom_call @xla" not in built.lowered.as_text()

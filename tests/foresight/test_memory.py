@@ -35,6 +35,14 @@ def test_what_libtpu_accepts_fits(request_of, cache):
     assert found.fits and found.peak_bytes == limit_bytes
 
 
+def test_what_is_donated_on_the_host_is_counted_once():
+    sizes = {f"{place}{what}_size_in_bytes": 0 for place in ("", "host_") for what in ("argument", "output", "alias")}
+    sizes |= dict.fromkeys(("temp_size_in_bytes", "generated_code_size_in_bytes", "host_temp_size_in_bytes"), 0)
+    sizes |= {f"host_{what}_size_in_bytes": 64 for what in ("argument", "output", "alias")}
+    found = memory.measure(sizes, {"arguments": 0}, None, hlo.parse(PROGRAM), [])
+    assert (found.host_bytes, found.peak_bytes, found.temporaries_bytes) == (64, 0, 0)
+
+
 PROGRAM = """HloModule m, num_partitions=2
 
 %body (p: (bf16[4,8,16], f32[8,16])) -> (bf16[4,8,16], f32[8,16]) {
