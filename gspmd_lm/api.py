@@ -314,16 +314,18 @@ def explain(
         InputError: as `build` does, or the target is not known.
         RunFailed: the compiler failed.
     """
-    if callable(task) or (isinstance(task, str) and ":" in task and rules is None):
-        return _explain_step(task, target, rules or export or assume or price or (phase if phase != "train" else None))
+    if callable(task) or (isinstance(task, str) and ":" in task and (rules is None or not target)):
+        row = rules.path if isinstance(rules, Rules) else rules
+        if other := row or export or assume or price or (phase if phase != "train" else None):
+            fix = f"explain(step, target={target or row or 'v5p:2x2x2'!r})"
+            raise InputError(f"explain: {other}: one's own step is given a target alone, by its name\n  fix   {fix}")
+        return _explain_step(task, target)
     if rules is None:
         raise InputError("explain needs rules\n  fix   explain('tiny', 'fsdp8', 'v5p:2x2x2')")
     return compare(task, [rules], target, phase, export, assume, price)[0]
 
 
-def _explain_step(step: "Callable[[Sequence[Any]], Any] | str", target: str, other: Any) -> "Explanation":
-    if other:
-        raise InputError(f"explain: {other}: one's own step is given a target alone\n  fix   explain(step, target)")
+def _explain_step(step: "Callable[[Sequence[Any]], Any] | str", target: str) -> "Explanation":
     _simulate()
     from gspmd_lm.foresight import explain as reports
     from gspmd_lm.show import notebook
@@ -465,7 +467,19 @@ def _several(overrides: str | Sequence[str]) -> Sequence[str]:
 
 
 def _task(task: "Task | Config | str") -> "Task | Config":
-    return load_config(task) if isinstance(task, str) else task
+    """The config or task that is given, or the config of that name. Raises InputError for anything else."""
+    if isinstance(task, str | Config):
+        return load_config(task) if isinstance(task, str) else task
+    import_jax()
+    from gspmd_lm.program.task import Task
+
+    if not isinstance(task, Task):
+        raise InputError(
+            f"{getattr(task, '__name__', task)!r}: this is no config, task or name of a config\n"
+            "  fix   load_config(...) or Task(...); of a step of one's own, use explain(step, target=...) or "
+            "explore(step, target=...)"
+        )
+    return task
 
 
 def _rules(rules: Rules | str, task: "Task | Config | None" = None) -> Rules:

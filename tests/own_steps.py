@@ -162,6 +162,10 @@ def unplaced(devices):
     return jax.jit(jnp.sin).trace(Shape((8,), jnp.float32))
 
 
+def reads_nothing(devices):
+    return elementwise(devices, lambda x: None)
+
+
 def pair(devices):
     return jax.jit(jnp.sin), rows(mesh_of(devices))
 

@@ -120,6 +120,22 @@ def test_a_published_config_is_a_config(tmp_path):
     assert "layers.attention.wq" in g.dry_run(str(tmp_path / "config.json"), "tp8")
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda step: g.plan(step, "cpu:8"),
+        lambda step: g.compare(step, ["tp8"], "cpu:8"),
+        lambda step: g.compare_rows(step, "tp8", "fsdp8", "cpu:8"),
+        lambda step: g.dry_run(step, "tp8"),
+        lambda step: g.build(step, "tp8"),
+        g.train,
+    ],
+)
+def test_what_is_neither_a_config_nor_a_task_is_refused(call):
+    with pytest.raises(g.InputError, match=r"'len': this is no config, .*\n  fix   .* explain\(step, target=\.\.\.\)"):
+        call(len)
+
+
 def test_a_plan_shows_itself_and_gives_rules_that_run(plan):
     assert "tiny, 8 rows a step, on 8 simulated devices (cpu:8)" in repr(plan)
     assert plan.best.name in shown(plan) and "<!doctype html>" in shown(plan)

@@ -111,8 +111,11 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
     lowered = _call(name, traced.lower)
     lowering: Any = lowered._lowering
     placed: list[Any] = [one.mesh for one in _shardings(lowered) if isinstance(one, NamedSharding)]
+    if not placed and traced.jaxpr.in_avals and not lowering.compile_args["kept_var_idx"]:
+        raise InputError(f"{name}: it reads none of its arguments\n  fix   return what the step computes of them")
     if not placed:
-        raise InputError(f"{name}: no argument has a NamedSharding, which says where it lives\n  fix   {_ABSTRACT}")
+        what = "no argument that it reads has a NamedSharding, which says where it lives"
+        raise InputError(f"{name}: {what}\n  fix   {_ABSTRACT}")
     others = _other_meshes(traced, lowered)
     mesh = meshes.choose_mesh(placed[0], others)
     if {*mesh.devices.flat} != {*devices}:

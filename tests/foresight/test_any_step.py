@@ -189,7 +189,8 @@ REFUSED = {
     "few_devices": r"its mesh \(data=4, tensor=1\) has 4 devices, and the function is given 8",
     "other_sizes": r"its meshes \(data=4, tensor=2\) and \(data=2, tensor=4\) cannot be read as one",
     "swapped": r"its meshes \(data=4, tensor=2\) and \(tensor=2, data=4\) cannot be read as one",
-    "unplaced": "no argument has a NamedSharding, which says where it lives",
+    "reads_nothing": r"reads_nothing: it reads none of its arguments\n  fix   return what the step computes",
+    "unplaced": "no argument that it reads has a NamedSharding, which says where it lives",
     "pair": r"gives a tuple, and one traced step is explained\n  fix   return jax.jit\(update\).trace\(state, batch\)",
     "lowered": "gives a Lowered, and one traced step is explained",
     "fails": r"own_steps.py:\d+, in \S+: TypeError: dot_general requires .*\n  fix   the same function runs here",
@@ -278,6 +279,9 @@ def test_where_a_function_is_looked_up(place, message):
 def test_what_a_step_of_ones_own_is_not_given():
     with pytest.raises(InputError, match="explain: tp8: one's own step is given a target alone"):
         gspmd_lm.explain(own_steps.descent, "tp8", "cpu:8")
+    for step in (own_steps.descent, "tests.own_steps:descent"):
+        with pytest.raises(InputError, match=r"explain: cpu:8: one's own .*\n  fix   explain\(step, target='cpu:8'\)"):
+            gspmd_lm.explain(step, "cpu:8")
     lock = threading.Lock()
     with pytest.raises(
         InputError, match=r"<lambda>: its functions cannot be sent to the process that .*'_thread.lock'"
