@@ -22,6 +22,7 @@ from gspmd_lm.sharding.op_names import LOSS, OpName, parse
 from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked_placement
 from gspmd_lm.sharding.remat_policy import kept_dots
 from gspmd_lm.sharding.shapes import Arrays, pairs
+from gspmd_lm.sharding.sizes import element_bits
 
 _SAME_VALUES = (
     "name",
@@ -76,7 +77,7 @@ class Node:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+        return math.ceil(math.prod(self.shape) * element_bits(self.dtype) / 8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.placement import Named, Recorder
 from gspmd_lm.sharding.problems import UNUSED, Problem, check
 from gspmd_lm.sharding.rules import Row, Rules
+from gspmd_lm.sharding.sizes import element_bits
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
 
@@ -128,12 +129,12 @@ def place_array(
     """The split of an array under `table`, and its bytes on each device; in its own dtype if `itemsize` is 0."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
     shards = rules.num_shards(itertools.chain(*spec))
-    return spec, math.prod(like.shape) * (itemsize or like.dtype.itemsize) / shards
+    return spec, math.prod(like.shape) * (itemsize or element_bits(like.dtype) / 8) / shards
 
 
 def bytes_per_device(like: Any) -> int:
     """The bytes of an array, of which a shape and a sharding are known, on each device."""
-    return math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
+    return math.ceil(math.prod(like.sharding.shard_shape(like.shape)) * element_bits(like.dtype) / 8)
 
 
 def check_layout(

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.propagation import RULES, read_step
+from gspmd_lm.sharding.shapes import bytes_per_device
 from tests.foresight.plain_models import LAYOUTS, MODELS, train_step
 
 FSDP, TENSOR = 2, 4
@@ -332,6 +333,16 @@ def test_an_array_is_sent_before_it_is_made_wider():
     w = array((16, 4), "tensor", dtype=jnp.bfloat16)
     sums = reading(lambda x, w: put((x @ w).astype(jnp.float32)), array((8, 16), None, "tensor", dtype=jnp.bfloat16), w)
     assert [one.dtype for one in sums.transfers] == ["bfloat16"]  # as on GPUs and TPUs
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.int4, 0.5), (jnp.float4_e2m1fn, 0.5), (jnp.bool_, 1), ("key", 8)])
+def test_an_element_counts_as_large_as_it_is_on_a_device(dtype, size):
+    """Two numbers of 4 bits have one byte, and the words of a random key have 8."""
+    dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype if dtype == "key" else dtype
+    x = array((8, 16), "fsdp", dtype=dtype)
+    found, local = reading(put, x), 8 / FSDP * 16 * size
+    assert found.communication_bytes == local and found.bytes_if_wider(4) == local * max(1, 4 / size)
+    assert bytes_per_device(x) == local and found.held_bytes == local + 2 * local  # it is read, and written whole
 
 
 def test_where_a_transfer_stands_in_the_program():

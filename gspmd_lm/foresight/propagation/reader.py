@@ -26,6 +26,7 @@ from gspmd_lm.foresight.propagation.sharding import (
 from gspmd_lm.foresight.propagation.views import SplitFactor, View, find_view
 from gspmd_lm.foresight.propagation.wanted import ADDITIVE, CONSTRAINTS, Wanted, terms, use_counts, wanted_dims
 from gspmd_lm.sharding import op_names
+from gspmd_lm.sharding.sizes import element_bits
 
 # Those that are additive in one of their operands.
 MULTIPLICATIVE = frozenset({"mul", "div", "select_n", "dot_general", "conv_general_dilated"})
@@ -168,7 +169,7 @@ class Reader:
             times = self.times(max((one.loop_depth for one in operation.operands), default=0))
             self.record.flops[operation.phase] += flops * times
             if operation.phase != "recomputation" and (counted := equations.flops(operation.equation)):
-                wider = str(max((factor.dtype for factor in operation.inputs[:2]), key=lambda dtype: dtype.itemsize))
+                wider = str(max((factor.dtype for factor in operation.inputs[:2]), key=element_bits))
                 self.record.model_flops[wider] += counted * self.programs * times
 
     def add_unknown(self, what: str) -> None:
@@ -189,6 +190,7 @@ class Reader:
                     array=operation.label,
                     shape=tuple(aval.shape),
                     dtype=str(aval.dtype),
+                    element_bits=element_bits(aval.dtype),
                     kind=cost.kind,
                     mesh_axes=self.mesh.label(cost.mesh_axes),
                     bytes=cost.bytes,

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from gspmd_lm.foresight.propagation.sharding import ArraySharding
@@ -24,6 +23,7 @@ class Transfer(NamedTuple):
     array: str  # where in the model: layers.attention.wq, residual, loss
     shape: tuple[int, ...]
     dtype: str
+    element_bits: int  # the size of an element of this dtype
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute
     mesh_axes: str  # fsdp, or fsdp+tensor
     bytes: float  # what one device sends each time
@@ -260,10 +260,7 @@ class Reading:
 
     def bytes_if_wider(self, itemsize: int) -> float:
         """The bytes that one device sends in a step if no element has fewer bytes than `itemsize`."""
-        return sum(
-            transfer.bytes_per_step * max(1.0, itemsize / jnp.dtype(transfer.dtype).itemsize)
-            for transfer in self.transfers
-        )
+        return sum(one.bytes_per_step * max(1.0, 8 * itemsize / one.element_bits) for one in self.transfers)
 
     @property
     def flops(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from gspmd_lm.hardware.network import sent_bytes
+from gspmd_lm.sharding.sizes import element_bits
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED  # what splits a dimension is left open
 
@@ -86,9 +87,9 @@ def rank_of(aval: Any) -> int:
     return getattr(aval, "ndim", 0)
 
 
-def array_bytes(aval: Any) -> int:
+def array_bytes(aval: Any) -> float:
     """The bytes of a whole array; of a random key, those of its words."""
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
+    return math.prod(aval.shape) * element_bits(aval.dtype) / 8
 
 
 class MeshShape(dict[str, int]):
