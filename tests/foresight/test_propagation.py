@@ -417,3 +417,12 @@ def test_what_is_joined_along_a_split_dimension_sends_the_rows_that_lie_elsewher
     # Of the first half, 4 + 8 of 16 rows go elsewhere, and as many of the second one.
     assert sent(cut, sharding, x) == 2 * 12 / TENSOR * row_bytes
     assert sent(cut, whole.sharding, x) == gathered * row_bytes
+
+
+def test_the_gradient_of_a_maximum_over_windows_stays_split_as_its_array_is():
+    """What is given back by a sum is the same on all devices."""
+
+    def largest(x):
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").sum()
+
+    assert kinds(reading(jax.grad(largest), array((8, 16, 16, 4), "tensor"))) == []

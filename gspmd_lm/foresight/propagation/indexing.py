@@ -253,14 +253,16 @@ def dynamic_update_slice(reader: Reader, operation: Operation) -> ArraySharding:
 
 
 def windows(reader: Reader, operation: Operation) -> ArraySharding:
-    """Something of each window of an array. The dimensions over which windows extend are not split."""
-    operand = operation.operands[0]
-    sizes = operation.params["window_dimensions"]
-    target = tuple(names if size == 1 else () for names, size in zip(operand.dims, sizes, strict=True))
+    """Something of each window of an array. The dimensions over which windows extend are not split.
+
+    Of a maximum, the gradient has two operands: the sharding is that of the one with the most shards.
+    """
+    lead, sizes = _lead(reader, operation), operation.params["window_dimensions"]
+    target = tuple(names if size == 1 else () for names, size in zip(lead.dims, sizes, strict=True))
     for number in range(len(operation.operands)):
         if operation.inputs[number].ndim:
             reader.move_operand(operation, number, target, keep_unreduced=True)
-    return ArraySharding(target, operand.unreduced, operand.is_constant)
+    return ArraySharding(target, lead.unreduced)
 
 
 def concatenate(reader: Reader, operation: Operation) -> ArraySharding:
