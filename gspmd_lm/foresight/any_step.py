@@ -168,8 +168,16 @@ def placed_arguments(
 def read(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> Reading:
     """The transfers and FLOPs of one device when a program runs on a mesh."""
     joined = meshes.join_axes(mesh, _other_meshes(traced, lowered), "the program")
-    arguments = placed_arguments(traced, lowered, mesh, joined)
-    return read_step(traced.jaxpr, arguments, traced.out_info, mesh.shape, traced.fun_name, joined)
+    arguments, platform = placed_arguments(traced, lowered, mesh, joined), mesh.devices.flat[0].platform
+    return read_step(
+        traced.jaxpr,
+        arguments,
+        traced.out_info,
+        mesh.shape,
+        traced.fun_name,
+        joined,
+        "cuda" if platform == "gpu" else platform,  # as `jax.lax.platform_dependent` has it
+    )
 
 
 def _shardings(lowered: jax.stages.Lowered) -> list[Any]:

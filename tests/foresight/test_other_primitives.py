@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.collectives import count, ring_bytes
-from gspmd_lm.foresight import equations, hlo
+from gspmd_lm.foresight import any_step, equations, hlo
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
 
@@ -74,6 +74,19 @@ def test_the_condition_of_a_loop_counts_as_its_body_does():
     found, compiled = read(lambda x, w: jax.lax.while_loop(lambda x: (x @ w).sum() < 5, lambda x: x @ w, x),
                            like(16, 16), like(16, 16))  # fmt: skip
     assert found.flops == found.model_flops == compiled == 2 * 2 * 16**3
+
+
+def test_of_functions_for_several_platforms_that_of_the_target_counts():
+    def power(x, w):
+        return jax.lax.platform_dependent(
+            x, w, cpu=lambda x, w: x @ w, cuda=lambda x, w: x @ w @ w, default=lambda x, w: x @ w @ w @ w
+        )
+
+    traced, one = jax.jit(power).trace(like(8, 16), like(16, 16)), 2 * 8 * 16 * 16
+    read = {platform: read_step(traced.jaxpr, platform=platform) for platform in ("cpu", "cuda", "tpu", "")}
+    assert [found.flops / one for found in read.values()] == [1, 2, 3, 3]
+    assert [found.model_flops / one for found in read.values()] == [1, 2, 3, 3]
+    assert any_step.read(traced, traced.lower(), Mesh(jax.devices()[:1], ("data",))) == read["cpu"]
 
 
 def test_a_loop_that_captures_nothing_is_no_call():

@@ -56,6 +56,7 @@ def read_step(
     mesh: Mapping[str, int] | None = None,
     name: str = "",
     joined: Mapping[str, MeshAxes] | None = None,
+    platform: str = "",
 ) -> Reading:
     """The transfers and FLOPs of one device when a traced program runs.
 
@@ -65,11 +66,12 @@ def read_step(
     mesh: sizes by the name of a mesh axis; None takes the mesh of the arguments.
     name: that of the jitted function. The phases of a step depend on it, see `op_names.parse`.
     joined: the axes of `mesh` that an axis of another mesh is, by its name.
+    platform: cpu, cuda or tpu, whose functions `jax.lax.platform_dependent` takes; '' takes those that compute most.
     """
     leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
     if mesh is None:
         mesh = next((leaf.mesh.shape for leaf in leaves if isinstance(leaf, NamedSharding)), {})
-    reader = Reader(mesh, RULES)
+    reader = Reader(mesh, RULES, platform)
     reader.mesh.join_axes(joined or {})
     jaxpr = equations.live(program.jaxpr)
     leaves += [None] * (len(jaxpr.invars) - len(leaves))

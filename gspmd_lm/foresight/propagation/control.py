@@ -204,7 +204,7 @@ def branches(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """One of several functions: what the one sends that sends least, and what the one computes that computes most."""
     records: list[Record] = []
     results: list[list[ArraySharding]] = []
-    for branch in operation.params["branches"]:
+    for branch in possible_branches(reader, operation):
         with reader.trial() as record:
             after = reader.read(branch.jaxpr, operation.operands[1:], operation.stack)
             avals = [var.aval for var in branch.jaxpr.outvars]
@@ -218,6 +218,14 @@ def branches(reader: Reader, operation: Operation) -> list[ArraySharding]:
         min((one.dims for one in each), key=lambda dims: sum(map(len, dims))) for each in zip(*results, strict=True)
     )
     return [ArraySharding(dims, loop_depth=depth) for dims in least_split]
+
+
+def possible_branches(reader: Reader, operation: Operation) -> Sequence[Any]:
+    """The functions of which an operation runs one: of those for several platforms, that of the platform, if known."""
+    branches, platforms = operation.params["branches"], operation.params.get("branches_platforms") or ()
+    named = zip(branches, platforms, strict=False)  # None: the function of all other platforms
+    chosen = [branch for branch, names in named if names is None or reader.platform in names]
+    return chosen[:1] if reader.platform and chosen else branches
 
 
 def least_of(records: Sequence[Record]) -> Record:

@@ -9,7 +9,7 @@ from jax.extend import core
 
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.equations import called_jaxprs, same_rank
-from gspmd_lm.foresight.propagation.control import least_of
+from gspmd_lm.foresight.propagation.control import least_of, possible_branches
 from gspmd_lm.foresight.propagation.matmuls import kernel_flops
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
@@ -232,7 +232,7 @@ class PerDevice:
     def _branches(self, operation: Operation) -> None:
         """Adds what the branch sends that sends least, and what the one computes that computes most."""
         records: list[Record] = []
-        for branch in operation.params["branches"]:
+        for branch in possible_branches(self.reader, operation):
             with self.reader.trial() as record:
                 results = self._inside(branch.jaxpr, operation, operation.operands[1:])
                 self.add_up_all(operation, branch.jaxpr, results)

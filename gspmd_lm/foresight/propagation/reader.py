@@ -125,13 +125,14 @@ class Way(NamedTuple):
 class Reader:
     """Reads jaxprs on a mesh by `rules`: a rule for each primitive.
 
-    `loops` are the trip counts of the loops around the operation that is read.
+    `loops` are the trip counts of the loops around the operation that is read. For `platform`, see `read_step`.
     """
 
-    def __init__(self, mesh: Mapping[str, int], rules: Mapping[str, Rule]) -> None:
+    def __init__(self, mesh: Mapping[str, int], rules: Mapping[str, Rule], platform: str = "") -> None:
         self.record = Record()
         self.mesh = MeshShape(mesh)
         self.rules = rules
+        self.platform = platform
         self.loops: list[int] = []
         self.programs = 1  # of devices that compute different things, in the program of one device
         self.products = 0  # how many matmuls, convolutions and kernels were met
