@@ -115,6 +115,21 @@ def applied_jaxpr(equation: Any) -> Any:
     return inner if applies else None
 
 
+def is_call(equation: Any) -> bool:
+    """Whether an operation has a program of operands and results like its own, as jit and `jax.lax.composite` have.
+
+    The program of `reduce`, in contrast, has single elements.
+    """
+
+    def types(atoms: Iterable[Any]) -> list[tuple[Any, Any]]:
+        return [(getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)) for atom in atoms]
+
+    inner = applied_jaxpr(equation)
+    if inner is None or types(inner.invars) != types(equation.invars):
+        return False
+    return types(inner.outvars) == types(equation.outvars)
+
+
 def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     """All programs among the parameters of an operation, branches too."""
     return [getattr(one, "jaxpr", one) for one in _programs(params.values())]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.collectives import count, ring_bytes
@@ -87,6 +88,33 @@ def test_of_functions_for_several_platforms_that_of_the_target_counts():
     assert [found.flops / one for found in read.values()] == [1, 2, 3, 3]
     assert [found.model_flops / one for found in read.values()] == [1, 2, 3, 3]
     assert any_step.read(traced, traced.lower(), Mesh(jax.devices()[:1], ("data",))) == read["cpu"]
+
+
+def batched_by_hand(function):
+    """A function of which jax is told what a batch of it is."""
+    found = jax.custom_batching.custom_vmap(function)
+    found.def_vmap(lambda *_: NotImplemented)
+    return found
+
+
+@pytest.mark.parametrize("wrap", [functools.partial(jax.lax.composite, name="of.mine"), batched_by_hand])
+def test_a_function_under_another_name_is_read_as_if_it_stood_there(wrap):
+    def product(x, w):
+        return x @ w
+
+    arguments = ((8, 16), PartitionSpec(None, "tensor")), ((16, 16), PartitionSpec("tensor"))
+    found, _ = read_sharded(wrap(product), ROWS, *arguments)
+    plain, _ = read_sharded(product, ROWS, *arguments)
+    assert found.flops == found.model_flops / TENSOR == 2 * 8 * 16 * 16 / TENSOR and not found.unknown
+    assert found.bytes_by_axes == plain.bytes_by_axes
+
+
+def test_a_function_that_says_itself_how_it_is_split_is_read_and_named():
+    product = custom_partitioning(lambda x, w: x @ w)
+    product.def_partition(lambda *_: NotImplemented, sharding_rule="i j, j k -> i k")
+    traced = jax.jit(product).trace(like(8, 16), like(16, 16))
+    found = read_step(traced.jaxpr)
+    assert found.flops == 2 * 8 * 16 * 16 and set(found.unknown) == {"custom_partitioning"}
 
 
 def test_a_loop_that_captures_nothing_is_no_call():

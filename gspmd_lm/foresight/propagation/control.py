@@ -38,6 +38,12 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     return _move_as_asked(reader, operation, asked, inner.outvars, results)
 
 
+def partitioned_call(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """A function that says in Python how it is split, which is noted as unknown: it is read as any other function."""
+    reader.add_unknown(operation.primitive)
+    return call(reader, operation)
+
+
 def linear_solve(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A linear system: the function that solves it is read. What it captures stands before the right-hand side."""
     lengths, solve = operation.params["const_lengths"], operation.params["jaxprs"].solve.jaxpr
@@ -265,6 +271,7 @@ def _move_as_asked(
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(CALLS, call),
+    "custom_partitioning": partitioned_call,
     equations.LINEAR_SOLVE: linear_solve,
     "scan": scan,
     "while": while_loop,

@@ -358,6 +358,8 @@ class Reader:
             outputs = equation.outvars
             of_sum = frozenset(number for number, var in enumerate(outputs) if var in added)
             operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants, of_sum)
+            if operation.primitive not in self.rules and equations.is_call(equation):
+                operation.primitive = "closed_call"
             operands, primitive = operation.operands, operation.primitive
             if primitive not in _READ_PARTIAL_SUMS:
                 for number, atom in enumerate(equation.invars):  # one sum for all that reads it

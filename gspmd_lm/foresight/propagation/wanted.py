@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
+from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation.sharding import UNCONSTRAINED, Dims, MeshShape
 
 # Those of several terms, or of one: the sum of what they give is what they give of the sum.
@@ -85,7 +86,9 @@ def wanted_dims(mesh: MeshShape, jaxpr: Any, results: Sequence[Dims | None]) -> 
             if UNCONSTRAINED not in spec:
                 wanted[operands[0]] = mesh.dims(spec, operands[0].aval.ndim)
             continue
-        if len(equation.outvars) != 1 or equation.outvars[0] not in wanted or primitive in _OTHER_DIMENSIONS:
+        if len(equation.outvars) != 1 or equation.outvars[0] not in wanted:
+            continue
+        if primitive in _OTHER_DIMENSIONS or equations.is_call(equation):
             continue
         result: Any = equation.outvars[0]
         if primitive == "transpose" and operands:
