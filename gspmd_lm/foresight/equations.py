@@ -55,7 +55,8 @@ def _multiplied_flops(equation: Any) -> float:
         (_, contracted), (_, batch) = numbers.dot_dimension_numbers
         left, right = (operand.aval for operand in equation.invars[:2])
         shared = (*contracted, *batch, *numbers.rhs_group_dimensions)
-        return 2.0 * left.size * right.size / math.prod(right.shape[dimension] for dimension in shared)
+        each = math.prod(size for d, size in enumerate(right.shape) if d not in shared)
+        return 2.0 * left.size * each if right.size else 0.0
     return _convolution(equation) if primitive == "conv_general_dilated" else 0.0
 
 

@@ -172,7 +172,7 @@ def _memory(report: Report) -> Section:
     blocks: list[Block] = [Figure(memory_bar(report, max(memory.peak_bytes, limit or 0)))]
     if memory.refusal:
         blocks.append(Text(f"The compiler refused the program: {memory.refusal}", "bad"))
-    whole = _table("Memory per device", memory_parts(report), limit or memory.peak_bytes)
+    whole = _table("Memory per device", memory_parts(report), limit or memory.peak_bytes or 1)
     blocks.append(Pair((whole, Table("Largest temporaries", columns, largest))))
     return Section("Memory per device", "compiled", blocks, facts)
 

@@ -48,6 +48,7 @@ def bar(parts: Iterable[Part], whole: float, label: str, marks: Sequence[tuple[s
 
     Marks are lines across the bar. The name of the first stands above the bar, and the names of the others below.
     """
+    whole = whole or 1.0  # where there is nothing, it has no parts
     pieces = [
         f'<span class="k-{text(part.kind)}" style="width:{100 * part.amount / whole:.3f}%" '
         f'title="{text(list_parts([part]))}"></span>'

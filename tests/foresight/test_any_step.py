@@ -84,6 +84,12 @@ def test_no_word_of_its_page_speaks_of_rules(descent):
     assert (value["parameters"], value["tokens"], value["phase"]) == (None, None, "step")
 
 
+def test_a_step_of_arrays_without_elements_has_a_page(descent):
+    empty = dict.fromkeys(("arguments_bytes", "results_bytes", "temporaries_bytes", "peak_bytes"), 0)
+    memory = dataclasses.replace(descent.memory, **empty, largest=())
+    assert "peak 0 B" in comparison.page([dataclasses.replace(descent, memory=memory)])
+
+
 @pytest.mark.long
 def test_a_gpu_has_times_and_results_beside_the_arguments_are_told():
     report = gspmd_lm.explain(own_steps.not_donated, target="h100:8")

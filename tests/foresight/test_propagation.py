@@ -426,3 +426,30 @@ def test_the_gradient_of_a_maximum_over_windows_stays_split_as_its_array_is():
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").sum()
 
     assert kinds(reading(jax.grad(largest), array((8, 16, 16, 4), "tensor"))) == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, e: (e[::-1], e.ravel(), e.reshape(16, 0), jnp.roll(e, 1, 0), jnp.sort(e), e[:, 4:]),
+        lambda x, e: (e @ x, e.T @ e, jnp.concatenate([e, e]), e.sum(0), jnp.tanh(e) + e, put(e), x[:0]),
+        lambda x, e: jax.lax.ragged_dot(e, x[None], jnp.zeros(1, jnp.int32)),
+        lambda x, e: jax.lax.scan(lambda x, row: (x @ x + row.sum(), row), x, e),
+        lambda x, e: jax.lax.cond(True, lambda e: e[::-1], lambda e: 2 * e, e),
+        jax.grad(lambda x, e: (jnp.tanh(e @ x) ** 2).sum()),
+    ],
+)
+def test_arrays_without_elements_are_neither_sent_nor_multiplied(function):
+    found = reading(function, array((16, 16), "fsdp", "tensor"), array((0, 16), "fsdp", "tensor"))
+    assert (kinds(found), found.flops, found.model_flops, found.unknown) == ([], 0, 0, {})
+
+
+def test_beside_others_arrays_without_elements_change_nothing():
+    x, e = array((16, 16), "fsdp"), array((0, 16), "fsdp")
+    assert kinds(reading(lambda x, e: jnp.concatenate([e, x, e]), x, e)) == []
+    joined = kinds(reading(lambda x, e: jnp.concatenate([x, e, x]), x, e))
+    assert joined == kinds(reading(lambda x: jnp.concatenate([x, x]), x)) != []
+    cut = kinds(reading(lambda x: jnp.split(x, [0, 8]), x))
+    assert cut == kinds(reading(lambda x: jnp.split(x, [8]), x)) != []
+    whole = reading(jax.lax.ragged_dot, x, array((0, 16, 16)), array((0,), dtype=jnp.int32))
+    assert whole.flops == 0

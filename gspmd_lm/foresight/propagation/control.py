@@ -9,7 +9,7 @@ from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.equations import called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
-from gspmd_lm.foresight.propagation.sharding import ArraySharding
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated_sharding
 from gspmd_lm.foresight.propagation.wanted import terms, use_counts
 
 _FIXED_POINT_TURNS = 3  # iterations of a loop after which what it carries has settled, in all programs that were tried
@@ -74,6 +74,9 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
         # It is gathered, or exchanged where that splits another dimension.
         reader.move_operand(operation, number, target, keep_unreduced=True)
     begin, stacked = operation.operands[constants : constants + carried], operation.operands[constants + carried :]
+    if not operation.params["length"]:  # it hands on what it is given
+        stacks = operation.equation.outvars[carried:]
+        return [*begin, *(replicated_sharding(rank_of(var.aval), is_constant=True) for var in stacks)]
     reader.loops.append(operation.params["length"])
     depth, once = len(reader.loops), operation.params["length"] == 1  # a single iteration is written out: no loop
 

@@ -175,7 +175,7 @@ def split(reader: Reader, operation: Operation) -> list[ArraySharding]:
     operand, axis, wanted = operation.operands[0], operation.params["axis"], operation.wanted_dims
     names, sizes = operand.dims[axis], operation.params.get("sizes", (1,))
     shards = reader.mesh.shards(names)
-    if 1 < shards <= min(sizes) and (not wanted or wanted[axis] == names):
+    if 1 < shards <= min(filter(None, sizes)) and (not wanted or wanted[axis] == names):
         for begin, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
             rows = _foreign_rows(operation.inputs[0].shape[axis], size, begin, shards)
             _add_permute(reader, operation, axis, rows, chosen=wanted is None)

@@ -210,6 +210,8 @@ class PerDevice:
         return dataclasses.replace(self, stack=operation.stack).read(jaxpr, arguments)
 
     def _scan(self, operation: Operation) -> list[ArraySharding]:
+        if not operation.params["length"]:
+            return self._results_that_change_with(operation, operation.operands)
         body, changed = called_jaxprs(operation.params)[0], len(self.reader.loops) + 1
         carried = same_rank(body.outvars, operation.equation.outvars)
         constants = same_rank(body.invars, operation.equation.invars) - carried

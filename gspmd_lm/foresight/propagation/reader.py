@@ -18,6 +18,7 @@ from gspmd_lm.foresight.propagation.sharding import (
     MeshShape,
     array_bytes,
     axes_of,
+    is_empty,
     rank_of,
     replicated_sharding,
     total_bytes,
@@ -351,7 +352,8 @@ class Reader:
         constrained: dict[Any, ArraySharding] = {}
 
         def sharding_of(atom: Any) -> ArraySharding:
-            return replicated_sharding(rank_of(atom.aval), True) if isinstance(atom, core.Literal) else known[atom]
+            made_anywhere = isinstance(atom, core.Literal) or is_empty(atom.aval)
+            return replicated_sharding(rank_of(atom.aval), True) if made_anywhere else known[atom]
 
         for equation in equations.with_rolls(jaxpr):
             names = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
@@ -425,9 +427,15 @@ class Reader:
         return array
 
     def _results(self, operation: Operation) -> list[ArraySharding]:
-        """The shardings of the results of an operation, by the rule of its primitive."""
+        """The shardings of the results of an operation, by the rule of its primitive.
+
+        Results that are made of constants, or have no elements, need nothing of other devices.
+        """
         outputs = operation.equation.outvars
-        if operation.primitive not in CONTROL and all(one.is_constant for one in operation.operands):
+        made_anywhere = all(one.is_constant for one in operation.operands) or (
+            len(outputs) > 0 and all(is_empty(var.aval) for var in outputs)
+        )
+        if operation.primitive not in CONTROL and made_anywhere:
             self.add_flops(operation, equations.flops(operation.equation))
             identity, one = self.value(operation), len(outputs) == 1
             return [

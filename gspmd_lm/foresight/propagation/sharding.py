@@ -87,6 +87,11 @@ def rank_of(aval: Any) -> int:
     return getattr(aval, "ndim", 0)
 
 
+def is_empty(aval: Any) -> bool:
+    """Whether an array has no elements, as one of shape (0, 64)."""
+    return 0 in getattr(aval, "shape", ())
+
+
 def array_bytes(aval: Any) -> float:
     """The bytes of a whole array; of a random key, those of its words."""
     return math.prod(aval.shape) * element_bits(aval.dtype) / 8
