@@ -103,6 +103,13 @@ def repeats(devices):
     return jax.jit(lambda x: x @ x.T).trace(whole)
 
 
+def turns(devices):
+    """Products in a loop whose limit is an argument of a function that is jitted apart."""
+    square = Shape((WIDTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh_of(devices), P()))
+    repeat = jax.jit(lambda turns, x, w: jax.lax.fori_loop(0, turns, lambda _, x: jnp.tanh(x @ w), x))
+    return jax.jit(lambda x, w: repeat(9, x, w)).trace(rows(mesh_of(devices)), square)
+
+
 def asks_where_it_runs(devices):
     """Rows that are gathered on a TPU alone, as libraries choose by these questions."""
     on_tpu = jax.default_backend() == jax.devices()[0].platform == "tpu" and jax.device_count() == len(devices)

@@ -267,11 +267,14 @@ def _find_unpriced(predicted: Prediction | None) -> Iterator[Finding]:
 
 
 def _find_needless_products(report: Report, module: Module | None) -> Iterator[Finding]:
-    """Products of devices that compute the same, or of rows with matrices that are not theirs."""
-    needed = report.floor.flops
+    """Products of devices that compute the same, or of rows with matrices that are not theirs.
+
+    Where the floor counts a loop once for want of its trip count, products in loops say nothing.
+    """
+    needed, counts_loops = report.floor.flops, report.floor.knows_trip_counts
     done: dict[str, float] = collections.defaultdict(float)
     for one in module.operations if module else ():
-        if one.flops and one.name_in_model.phase != "recomputation":
+        if one.flops and one.name_in_model.phase != "recomputation" and (counts_loops or not one.loops):
             done[one.source or one.op_name or one.name] += one.flops * one.executions
     total = sum(done.values())
     if needed and total > NEEDLESS * needed:

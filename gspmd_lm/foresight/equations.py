@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -62,33 +62,43 @@ def _multiplied_flops(equation: Any) -> float:
 
 def live(jaxpr: Any) -> Any:
     """A program without the results that nothing reads. XLA leaves them out too, also behind a barrier."""
-    return partial_eval.dce_jaxpr(_barriers_apart(jaxpr, {}), [True] * len(jaxpr.outvars), instantiate=True)[0]
+    apart = rewrite(jaxpr, _barriers_apart)
+    return partial_eval.dce_jaxpr(apart, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
-    """A program with a barrier for each array, in place of barriers for several; itself if it has none for several.
+def rewrite(jaxpr: Any, change: Callable[[Any], list[Any]], changed: dict[int, Any] | None = None) -> Any:
+    """A program with the equations that `change` makes of it and of each program in it; itself if they are the same.
 
-    apart: by their ids, the programs that were changed before, so that calls of one program still share it.
+    changed: by their ids, the programs that were changed before, so that calls of one program still share it.
     """
+    changed = {} if changed is None else changed
     inner = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one; from jax 0.12 on, it is itself
     if inner is not jaxpr:
-        changed = _barriers_apart(inner, apart)
-        return jaxpr if changed is inner else jaxpr.replace(jaxpr=changed)
-    if id(jaxpr) in apart:
-        return apart[id(jaxpr)]
-    changed = []
+        rewritten = rewrite(inner, change, changed)
+        return jaxpr if rewritten is inner else jaxpr.replace(jaxpr=rewritten)
+    if id(jaxpr) in changed:
+        return changed[id(jaxpr)]
+    eqns = []
+    for equation in change(jaxpr):
+        if any(rewrite(one, change, changed) is not one for one in inner_jaxprs(equation.params)):
+            replace = lambda param: rewrite(param, change, changed) if _is_jaxpr(param) else param  # noqa: E731
+            equation = equation.replace(params=jax.tree.map(replace, equation.params, is_leaf=_is_jaxpr))
+        eqns.append(equation)
+    is_same = all(before is after for before, after in itertools.zip_longest(jaxpr.eqns, eqns))
+    changed[id(jaxpr)] = jaxpr if is_same else jaxpr.replace(eqns=eqns)
+    return changed[id(jaxpr)]
+
+
+def _barriers_apart(jaxpr: Any) -> list[Any]:
+    """The equations of a program, with a barrier for each array in place of barriers for several."""
+    eqns = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "optimization_barrier" and len(equation.invars) > 1:
             pairs = zip(equation.invars, equation.outvars, strict=True)
-            changed += [equation.replace(invars=[before], outvars=[after]) for before, after in pairs]
-        elif any(_barriers_apart(one, apart) is not one for one in inner_jaxprs(equation.params)):
-            change = lambda param: _barriers_apart(param, apart) if _is_jaxpr(param) else param  # noqa: E731
-            changed.append(equation.replace(params=jax.tree.map(change, equation.params, is_leaf=_is_jaxpr)))
+            eqns += [equation.replace(invars=[before], outvars=[after]) for before, after in pairs]
         else:
-            changed.append(equation)
-    is_same = all(before is after for before, after in itertools.zip_longest(jaxpr.eqns, changed))
-    apart[id(jaxpr)] = jaxpr if is_same else jaxpr.replace(eqns=changed)
-    return apart[id(jaxpr)]
+            eqns.append(equation)
+    return eqns
 
 
 def _is_jaxpr(param: Any) -> bool:

@@ -249,6 +249,12 @@ def test_products_that_are_computed_for_nothing_are_a_warning(descent):
     assert all(one.code != "needless-products" for one in descent.warnings)
 
 
+def test_a_loop_whose_trip_count_the_compiler_alone_knows_computes_nothing_in_vain():
+    report = gspmd_lm.explain(own_steps.turns, target="cpu:8")
+    assert "trip count" in report.floor.estimated_because
+    assert all(one.code != "needless-products" for one in report.warnings)
+
+
 @pytest.mark.long
 def test_a_step_is_traced_as_on_its_target():
     here, there = (gspmd_lm.explain(own_steps.asks_where_it_runs, target=target) for target in ("cpu:8", "v5e:2x4"))

@@ -226,6 +226,55 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so_and_of_branches_the_on
     assert chosen.flops == 2 * 2 * 16**3 / TENSOR
 
 
+def turns(begin, condition, step):
+    """A product in each iteration of a loop with a counter."""
+    loop = lambda counter, x, w: (counter + step, x @ w, w)  # noqa: E731
+    return lambda x, w: jax.lax.while_loop(lambda state: condition(state[0]), lambda s: loop(*s), (begin, x, w))[1]
+
+
+def of_a_limit_that_is_carried(x, w):
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(9), lambda _, x: x @ w, x)
+
+
+def of_a_limit_that_is_computed(x, w):
+    limit = jnp.int32(3) * 2 + 1
+    return jax.vmap(lambda x: jax.lax.fori_loop(0, limit, lambda _, x: x @ w, x))(x[None])
+
+
+COUNTED = {
+    "up": (turns(0, lambda n: n < 100, 1), 100),
+    "down": (turns(9, lambda n: jnp.less_equal(0, n), -2), 5),
+    "to a number": (turns(0, lambda n: n != 9, 3), 3),
+    "never": (turns(0, lambda n: n < 0, 1), 0),
+    "a carried limit": (of_a_limit_that_is_carried, 9),
+    "a computed limit": (of_a_limit_that_is_computed, 7),
+    "within another": (lambda x, w: turns(0, lambda n: n < 4, 1)(x, turns(0, lambda n: n <= 4, 1)(w, w)), 9),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_trip_count_of_a_loop_that_counts_is_known(name):
+    function, count = COUNTED[name]
+    x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    found = read_step(jax.make_jaxpr(function)(x, x))
+    assert not found.unknown and found.flops == found.model_flops == count * 2 * 16**3
+
+
+UNCOUNTED = {
+    "any": lambda n: True,
+    "runs away": lambda n: n > -1,
+    "two conditions": lambda n: (n < 9) & (jnp.sin(n) > 0),
+    "no counter": lambda n: n * n < 9,
+}
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_the_trip_count_of_a_loop_that_something_else_stops_is_unknown(name):
+    x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    found = read_step(jax.make_jaxpr(turns(0, UNCOUNTED[name], 1))(x, x))
+    assert found.unknown == {"the trip count of a while loop": 1} and found.flops == 2 * 16**3
+
+
 def test_rows_of_a_split_table_are_added_up_or_the_table_is_gathered_whichever_is_less():
     table, few, many = array((64, 8), "tensor"), *(array((rows,), None, dtype=jnp.int32) for rows in (4, 4096))
     look_up = lambda table, ids: put(table[ids])  # noqa: E731
@@ -305,18 +354,25 @@ def test_a_partial_sum_is_added_up_before_it_grows():
 
 
 def test_what_a_program_of_one_device_sends_is_what_it_says():
-    def rings(x):
-        def body(carry, _):
-            return jax.lax.ppermute(carry, "fsdp", [(0, 1), (1, 0)]), None
+    def turn(carry):
+        return jax.lax.ppermute(carry, "fsdp", [(0, 1), (1, 0)])
 
-        return jax.lax.psum(jax.lax.scan(body, x, None, length=3)[0] @ x.T, "tensor")
+    def scanned(x):
+        return jax.lax.scan(lambda carry, _: (turn(carry), None), x, None, length=3)[0]
 
-    mapped = jax.shard_map(rings, mesh=MESH, in_specs=PartitionSpec("fsdp", "tensor"), out_specs=PartitionSpec("fsdp"),
-                           check_vma=False)  # fmt: skip
-    found = reading(mapped, array((8, 16), "fsdp"))
+    def counted(x):
+        return jax.lax.while_loop(lambda state: state[0] < 3, lambda state: (state[0] + 1, turn(state[1])), (0, x))[1]
+
     local, result = 4 * 4 * 4, 4 * 4 * 4
-    assert kinds(found) == [("all-reduce", "tensor", 2 * result * 3 / 4, 1), ("collective-permute", "fsdp", local, 3)]
-    assert found.flops == 2 * 4 * 4 * 4
+    for rings in (scanned, counted):
+        mapped = jax.shard_map(
+            lambda x, rings=rings: jax.lax.psum(rings(x) @ x.T, "tensor"), mesh=MESH, check_vma=False,
+            in_specs=PartitionSpec("fsdp", "tensor"), out_specs=PartitionSpec("fsdp"),
+        )  # fmt: skip
+        found = reading(mapped, array((8, 16), "fsdp"))
+        summed = ("all-reduce", "tensor", 2 * result * 3 / 4, 1)
+        assert kinds(found) == [summed, ("collective-permute", "fsdp", local, 3)]
+        assert found.flops == 2 * 4 * 4 * 4 and not found.unknown
 
 
 @pytest.mark.parametrize("pairs", [(), ((0, 0), (1, 1))])

@@ -37,6 +37,7 @@ from jax.sharding import NamedSharding
 
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation import control, elementwise, indexing, matmuls, per_device
+from gspmd_lm.foresight.propagation.counted_loops import with_scans
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Reading, Transfer
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, MeshAxes, rank_of, replicated_sharding
@@ -73,7 +74,7 @@ def read_step(
         mesh = next((leaf.mesh.shape for leaf in leaves if isinstance(leaf, NamedSharding)), {})
     reader = Reader(mesh, RULES, platform)
     reader.mesh.join_axes(joined or {})
-    jaxpr = equations.live(program.jaxpr)
+    jaxpr = with_scans(equations.live(program.jaxpr))
     leaves += [None] * (len(jaxpr.invars) - len(leaves))
     operands = [
         ArraySharding(reader.mesh.dims(leaf.spec, rank_of(var.aval)))

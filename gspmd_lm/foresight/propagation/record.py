@@ -193,7 +193,7 @@ class Reading:
     """The transfers and FLOPs of one device in a step, from its traced program.
 
     `unknown` names what the reader has no rule for, and how often the program has it. The operands of such a primitive
-    are counted as gathered, the body of a `while` as run once.
+    are counted as gathered, the body of a `while` whose trip count is unknown as run once.
     """
 
     transfers: tuple[Transfer, ...]

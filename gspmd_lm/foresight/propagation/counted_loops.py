@@ -1,0 +1,102 @@
+"""Loops that are written as `while` and count their iterations: `with_scans` has a scan in the place of each."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from gspmd_lm.foresight import equations
+
+UNKNOWN = "the trip count of a while loop"  # is noted where a program does not say it
+_SCAN = core.Primitive("scan")
+_SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "ne": "ne"}
+_ARITHMETIC = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "convert_element_type": int,
+}
+
+
+def with_scans(jaxpr: Any) -> Any:
+    """A program with a scan in place of each `while` whose trip count it says. XLA knows these trip counts too."""
+    return equations.rewrite(jaxpr, _replace_loops)
+
+
+def _replace_loops(jaxpr: Any) -> list[Any]:
+    """The equations of a program. A scan in place of a `while` has the parameters alone that readers of scans need."""
+    makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    changed = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "while" and (count := trip_count(equation, makers)) is not None:
+            params = {"length": count, "jaxpr": equation.params["body_jaxpr"]}
+            operands = equation.invars[equation.params["cond_nconsts"] :]
+            equation = equation.replace(primitive=_SCAN, invars=operands, params=params)
+        changed.append(equation)
+    return changed
+
+
+def trip_count(loop: Any, makers: Mapping[Any, Any]) -> int | None:
+    """The trip count of a `while`, from `counter < limit`; None if it cannot be told.
+
+    makers: the equations of the program that the loop stands in, by their results.
+    """
+    condition, body = (loop.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
+    asked, captured = loop.params["cond_nconsts"], loop.params["body_nconsts"]
+    begin, carried = loop.invars[asked + captured :], body.invars[captured:]
+    known = dict(zip(condition.invars, loop.invars[:asked], strict=False))  # what no iteration changes -> what it is
+    known |= dict(zip(body.invars, loop.invars[asked:][:captured], strict=False))
+    for number, (before, after) in enumerate(zip(carried, body.outvars, strict=True)):
+        if before is after:
+            known[before] = known[condition.invars[asked + number]] = begin[number]
+    compare = _maker(condition, 0)
+    if compare is None or compare.primitive.name not in _SWAPPED:
+        return None
+    direction = compare.primitive.name
+    for counter, limit in (compare.invars, compare.invars[::-1]):
+        if counter in condition.invars[asked:] and counter not in known:
+            number = condition.invars.index(counter) - asked
+            step = _offset(_maker(body, number), carried[number], known, makers)
+            return _count(_integer(begin[number], known, makers), _integer(limit, known, makers), step, direction)
+        direction = _SWAPPED[direction]
+    return None
+
+
+def _maker(jaxpr: Any, number: int) -> Any:
+    """The equation that makes a result of a program; None if it is an argument or a constant."""
+    return next((one for one in jaxpr.eqns if any(var is jaxpr.outvars[number] for var in one.outvars)), None)
+
+
+def _count(start: int | None, limit: int | None, step: int | None, direction: str) -> int | None:
+    if start is None or limit is None or not step:
+        return None
+    if direction in ("le", "ge"):  # these include the limit itself
+        limit += 1 if direction == "le" else -1
+    runs_away = (limit - start) * step < 0 if direction == "ne" else (step > 0) != (direction in ("lt", "le"))
+    return None if runs_away or (direction == "ne" and (limit - start) % step) else len(range(start, limit, step))
+
+
+def _offset(equation: Any, counter: Any, known: Mapping[Any, Any], makers: Mapping[Any, Any]) -> int | None:
+    """The constant that an equation adds to a counter; None if it does something else."""
+    if equation is None or equation.primitive.name not in ("add", "sub"):
+        return None
+    left, right = equation.invars
+    if left is counter:
+        added = _integer(right, known, makers)
+        return added if added is None or equation.primitive.name == "add" else -added
+    return _integer(left, known, makers) if right is counter and equation.primitive.name == "add" else None
+
+
+def _integer(atom: Any, known: Mapping[Any, Any], makers: Mapping[Any, Any]) -> int | None:
+    """The integer that a scalar is whatever the arguments of the program; None if there is none."""
+    if hasattr(atom, "val"):
+        return int(atom.val) if jnp.issubdtype(atom.aval.dtype, jnp.integer) and not atom.aval.shape else None
+    if atom in known:
+        return _integer(known[atom], known, makers)
+    equation = makers.get(atom)
+    if equation is None or equation.primitive.name not in _ARITHMETIC:
+        return None
+    values = [_integer(one, known, makers) for one in equation.invars]
+    return None if None in values else _ARITHMETIC[equation.primitive.name](*values)
