@@ -1,6 +1,5 @@
 """The operations of a traced program: their FLOPs and the programs in them; and what a convolution multiplies."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,23 +13,6 @@ from jax.interpreters import partial_eval
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
 LINEAR_SOLVE = "custom_linear_solve"  # a linear system, with a function that solves it
 ROLL = core.Primitive("roll")  # jax writes jnp.roll as two slices that are joined
-# Those that read or write a part of their first operand.
-PARTS = (
-    "gather",
-    "dynamic_slice",
-    "slice",
-    "scatter",
-    "scatter-add",
-    "scatter-sub",
-    "scatter-mul",
-    "scatter-min",
-    "scatter-max",
-    "dynamic_update_slice",
-)
-# Those that set a part of their first operand -> the number of the operand that is the part.
-_PARTS_SET = {
-    name: 1 if name == "dynamic_update_slice" else 2 for name in PARTS if "scatter" in name or "update" in name
-}
 
 
 def flops(equation: Any) -> float:
@@ -187,55 +169,6 @@ def _as_roll(equation: Any, last: Any, first: Any) -> Any:
     if not (is_part(first, 0, cut) and is_part(last, cut, size)):
         return equation
     return equation.replace(primitive=ROLL, invars=[source], params={"dimension": d, "shift": size - cut})
-
-
-def read_arguments(jaxpr: Any) -> list[bool]:
-    """Whether a program reads all of each argument; not if it only looks up parts of it, or passes it on."""
-    read = set()
-    for equation in jaxpr.eqns:
-        operands = equation.invars
-        if (inner := applied_jaxpr(equation)) is not None:
-            is_read = read_arguments(inner)
-        else:
-            is_read = [number > 0 or equation.primitive.name not in PARTS for number in range(len(operands))]
-        read.update(atom for atom, whole in zip(operands, is_read, strict=True) if whole and not hasattr(atom, "val"))
-    return [var in read for var in jaxpr.invars]
-
-
-def updated_parts(jaxpr: Any) -> list[tuple[int, list[Any]] | None]:
-    """For each result of a program that is an argument but for some parts: its number, and the shapes of these parts.
-
-    The result can then stand in the place of the argument, and the parts alone are written. None: another result.
-    """
-    makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-    parts_of_called = functools.cache(updated_parts)  # once for all results of a call
-
-    def find_parts(atom: Any) -> tuple[int, list[Any]] | None:
-        if hasattr(atom, "val"):
-            return None
-        if atom in jaxpr.invars:
-            return jaxpr.invars.index(atom), []
-        if (equation := makers.get(atom)) is None:
-            return None
-        operands, number, times = equation.invars, 0, 1
-        if equation.primitive.name in _PARTS_SET:
-            parts = [operands[_PARTS_SET[equation.primitive.name]].aval]
-        elif (inner := applied_jaxpr(equation)) is not None:
-            result, within = equation.outvars.index(atom), parts_of_called(inner)
-            if within[result] is None:
-                return None
-            number, parts = within[result]
-            if equation.primitive.name == "scan":
-                carried = same_rank(inner.outvars, equation.outvars)
-                if number != same_rank(inner.invars, equation.invars) - carried + result:
-                    return None
-                times = equation.params["length"]
-        else:
-            return None
-        before = find_parts(operands[number])
-        return before and (before[0], [*before[1], *parts * times])
-
-    return [find_parts(atom) for atom in jaxpr.outvars]
 
 
 def same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:

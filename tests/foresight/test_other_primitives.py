@@ -12,9 +12,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.collectives import count, ring_bytes
-from gspmd_lm.foresight import any_step, equations, hlo
+from gspmd_lm.foresight import any_step, hlo
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
+from gspmd_lm.foresight.propagation.arguments import Share, needed_shares
 
 FSDP, TENSOR = 2, 4
 ROWS, ROWS_AND_CHANNELS = PartitionSpec("fsdp"), PartitionSpec("fsdp", None, "tensor")
@@ -124,7 +125,7 @@ def test_a_loop_that_captures_nothing_is_no_call():
         return jax.lax.while_loop(lambda carry: carry[0] < 3, lambda carry: (carry[0] + 1, carry[1] / 3), (0, x))[1]
 
     jaxpr = jax.make_jaxpr(thirds)(like(16, 16))
-    assert equations.read_arguments(jaxpr.jaxpr) == [True]
+    assert needed_shares(jaxpr.jaxpr, [Share(0.0, 1.0)]) == [Share(1.0, 1.0)]
     assert [node.primitive for node in DataflowGraph(jaxpr, ()).nodes if node.inputs] == ["while"]
 
 

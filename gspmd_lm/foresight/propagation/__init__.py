@@ -32,11 +32,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend import core
 from jax.sharding import NamedSharding
 
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation import control, elementwise, indexing, matmuls, per_device
+from gspmd_lm.foresight.propagation.arguments import held_bytes
 from gspmd_lm.foresight.propagation.counted_loops import with_scans
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Reading, Transfer
@@ -90,22 +90,13 @@ def read_step(
     ]
     stack = f"jit({name})" if name else ""  # as a compiler begins the names of its operations
     shardings = reader.read(jaxpr, operands, stack, wanted)
-    held_bytes = sum(
-        reader.mesh.local_bytes(var.aval, one.dims)
-        for var, one, is_read in zip(jaxpr.invars, operands, equations.read_arguments(jaxpr), strict=True)
-        if is_read
-    )
+    places = [result.dims if dims is None else dims for result, dims in zip(shardings, wanted, strict=True)]
     makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-    results_updated = equations.updated_parts(jaxpr)
-    for var, result, dims, updated in zip(jaxpr.outvars, shardings, wanted, results_updated, strict=True):
-        placed = result.dims if dims is None else dims
+    for var, result, dims, placed in zip(jaxpr.outvars, shardings, wanted, places, strict=True):
         if jaxpr.eqns and (dims is not None or result.unreduced):  # what is returned is no partial sum
             maker = makers.get(var, jaxpr.eqns[-1])
             names = "/".join(filter(None, (stack, str(maker.source_info.name_stack))))
             reader.move(Operation(maker, names, [], {}), var.aval, result, placed)
-        if isinstance(var, core.Var) and var not in jaxpr.invars:
-            written = [reader.mesh.local_bytes(part, placed) for part in (updated[1] if updated else [var.aval])]
-            held_bytes += min(sum(written), reader.mesh.local_bytes(var.aval, placed))
     record = reader.record
     return Reading(
         tuple(record.transfers),
@@ -113,7 +104,7 @@ def read_step(
         dict(record.unknown),
         dict(record.model_flops),
         record.values.least_bytes(),
-        held_bytes,
+        held_bytes(reader.mesh, jaxpr, [one.dims for one in operands], places),
     )
 
 

@@ -1,0 +1,213 @@
+"""The least that a traced program reads of its arguments, and the parts of them that it sets in their place."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from gspmd_lm.foresight.equations import applied_jaxpr, called_jaxprs, same_rank
+from gspmd_lm.foresight.propagation.sharding import Dims, MeshShape, array_bytes
+
+# Those that set a part of their first operand -> the number of the operand that is the part.
+_SETTING = {
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), 2),
+    "dynamic_update_slice": 1,
+}
+_TAKING_PARTS = ("slice", "dynamic_slice", "split", "unstack")
+_JOINING = ("concatenate", "pad")
+# The array in its place is their operand: nothing need be moved.
+_IN_PLACE = ("reshape", "squeeze", "expand_dims", "optimization_barrier")
+
+
+class Share(NamedTuple):
+    """The least share of an array that is needed: read, or made whether it is read or a result that others read.
+
+    An argument is there without being made.
+    """
+
+    read: float
+    made: float  # no less than is read
+
+
+_NOTHING, _RESULT, _ALL = Share(0.0, 0.0), Share(0.0, 1.0), Share(1.0, 1.0)
+
+Parts = list[tuple[Any, int]]  # shapes and dtypes of the parts of an array that are set, and how often
+
+
+def held_bytes(mesh: MeshShape, jaxpr: Any, arguments: Sequence[Dims], results: Sequence[Dims]) -> float:
+    """The bytes of arguments and results that one device must read and write, from how they are split."""
+    updated = updated_parts(jaxpr)
+    shares = needed_shares(jaxpr, [_RESULT] * len(results))
+    total = sum(
+        share.read * mesh.local_bytes(var.aval, dims)
+        for var, dims, share in zip(jaxpr.invars, arguments, shares, strict=True)
+    )
+    for var, dims, found in zip(jaxpr.outvars, results, updated, strict=True):
+        if not hasattr(var, "val"):
+            parts = [(var.aval, 1)] if found is None else found[1]
+            written = sum(times * mesh.local_bytes(part, dims) for part, times in parts)
+            total += min(written, mesh.local_bytes(var.aval, dims))
+    return total
+
+
+def needed_shares(jaxpr: Any, results: Sequence[Share]) -> list[Share]:
+    """The share of each argument that is needed for these shares of the results of a program: a lower bound.
+
+    For a part of an array, compilers compute no more than that part of what the array is made of. As far as each
+    element of an operand makes as many elements of the result as any other one does, or all of them, so large a part of
+    the operand is needed at least. Of several parts, the largest counts, as they may overlap. What is looked up counts
+    nothing, nor is an array read of which parts are set. Of a conditional, that counts which all branches need.
+    """
+    needed: dict[Any, Share] = {}
+
+    def need(atoms: Sequence[Any], shares: Sequence[Share]) -> None:
+        for atom, share in zip(atoms, shares, strict=True):
+            if not hasattr(atom, "val"):
+                before = needed.get(atom, share)
+                needed[atom] = share if before == share else _combine(max, share, before)
+
+    need(jaxpr.outvars, results)
+    for equation in reversed(jaxpr.eqns):
+        shares = [needed.get(var, _NOTHING) for var in equation.outvars]
+        if any(share.made for share in shares) or not shares:
+            need(equation.invars, _operand_shares(equation, shares))
+    return [needed.get(var, _NOTHING) for var in jaxpr.invars]
+
+
+def _combine(choose: Callable[[Iterable[float]], float], *shares: Share) -> Share:
+    return Share(*map(choose, zip(*shares, strict=True)))
+
+
+def _operand_shares(equation: Any, results: Sequence[Share]) -> list[Share]:
+    """The share of each operand that an operation needs for these shares of its results."""
+    primitive, operands = equation.primitive.name, equation.invars
+    made = max((share.made for share in results), default=1.0)
+    if primitive == "cond":
+        branches = [needed_shares(branch.jaxpr, results) for branch in equation.params["branches"]]
+        return [_ALL, *(_combine(min, *shares) for shares in zip(*branches, strict=True))]
+    if (loop := _find_loop(equation)) is not None:
+        return _loop_shares(loop, results)
+    if (inner := _find_called(equation)) is not None:
+        return needed_shares(inner, results)
+    if primitive in _IN_PLACE:
+        return [*results]
+    shares = [Share(made, made)] * len(operands)
+    if primitive in _JOINING:  # a part of the result may be all of another operand
+        crops = primitive == "pad" and min(min(sides) for sides in equation.params["padding_config"]) < 0
+        shares = [_ALL if made == 1.0 and not crops else _NOTHING] * len(operands)
+    elif primitive in _SETTING:
+        part, shares = _SETTING[primitive], [_ALL] * len(operands)
+        kept = made - operands[part].aval.size / max(1, operands[0].aval.size)
+        shares[0], shares[part] = Share(0.0, max(0.0, kept)), _ALL if made == 1.0 else _NOTHING
+    elif primitive == "gather":
+        shares[0] = _NOTHING
+    elif primitive in _TAKING_PARTS:
+        taken = sum(one.made * var.aval.size for one, var in zip(results, equation.outvars, strict=True))
+        shares[0] = Share(*[taken / max(1, operands[0].aval.size)] * 2)
+    return shares
+
+
+def _find_called(equation: Any) -> Any:
+    """The program that an operation runs with its own operands and results; None if there is none."""
+    inner = applied_jaxpr(equation)
+    return inner if inner is not None and len(inner.outvars) == len(equation.outvars) else None
+
+
+class _Loop(NamedTuple):
+    condition: Any  # None of a scan
+    body: Any
+    asked: int  # how many operands the condition alone reads; they come first
+    constants: int  # how many operands no iteration changes
+    carried: int
+    times: int  # that the body runs; 1 if that is not known
+
+
+def _find_loop(equation: Any) -> _Loop | None:
+    params = equation.params
+    if equation.primitive.name == "while":
+        condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        return _Loop(condition, body, params["cond_nconsts"], params["body_nconsts"], len(equation.outvars), 1)
+    if equation.primitive.name != "scan":
+        return None
+    body = called_jaxprs(params)[0]
+    carried = same_rank(body.outvars, equation.outvars)
+    return _Loop(None, body, 0, same_rank(body.invars, equation.invars) - carried, carried, params["length"])
+
+
+def _loop_shares(loop: _Loop, results: Sequence[Share]) -> list[Share]:
+    """The same of a loop, which runs once at least. One program computes all iterations.
+
+    What it begins with is needed as far as each iteration needs what it is given for what it hands on.
+    """
+    end, carry = loop.constants + loop.carried, [*results[: loop.carried]]
+    # A part of what is stacked may be that of other iterations.
+    stacked = [share if share.made == 1.0 else _NOTHING for share in results[loop.carried :]]
+    asked = [_NOTHING] * (loop.asked + loop.carried)
+    if loop.condition is not None:
+        asked = needed_shares(loop.condition, [_ALL])
+        carry = [_combine(max, *shares) for shares in zip(carry, asked[loop.asked :], strict=True)]
+    needed = of_last = needed_shares(loop.body, [*carry, *stacked])
+    while True:
+        begin = needed[loop.constants : end]
+        kept = [
+            Share(*(a if b >= a else 0.0 for a, b in zip(*pair, strict=True)))
+            for pair in zip(carry, begin, strict=True)
+        ]
+        if kept == carry:
+            break
+        carry, needed = kept, needed_shares(loop.body, [*kept, *stacked])
+    begin = [_combine(max, *shares) for shares in zip(begin, asked[loop.asked :], strict=True)]
+    return [*asked[: loop.asked], *of_last[: loop.constants], *begin, *of_last[end:]]
+
+
+def updated_parts(jaxpr: Any) -> list[tuple[int, Parts] | None]:
+    """For each result of a program that is an argument but for some parts: its number, and these parts.
+
+    The result can then stand in the place of the argument, and the parts alone are written. None: another result.
+    """
+    makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    parts_of_called = functools.cache(updated_parts)  # once for all results of a call
+
+    def find_parts(atom: Any) -> tuple[int, Parts] | None:
+        if hasattr(atom, "val"):
+            return None
+        if atom in jaxpr.invars:
+            return jaxpr.invars.index(atom), []
+        if (equation := makers.get(atom)) is None:
+            return None
+        primitive, operand = equation.primitive.name, equation.invars[0] if equation.invars else None
+        if primitive in _SETTING:
+            parts = [(equation.invars[_SETTING[primitive]].aval, 1)]
+        elif primitive in _IN_PLACE:
+            parts = []
+        elif (found := find_inside(equation, equation.outvars.index(atom))) is not None:
+            operand, parts = found
+        else:
+            return None
+        before = find_parts(operand)
+        return before and (before[0], [*before[1], *parts])
+
+    def find_inside(equation: Any, result: int) -> tuple[Any, Parts] | None:
+        """The operand that a result is but for some parts, where an operation runs another program."""
+        if equation.primitive.name == "cond":
+            branches = [parts_of_called(branch.jaxpr)[result] for branch in equation.params["branches"]]
+            found = min(filter(None, branches), key=lambda one: _total_bytes(one[1]), default=None)
+            return found and (equation.invars[1 + found[0]], found[1])
+        loop = _find_loop(equation)
+        inner = loop.body if loop else _find_called(equation)
+        found = parts_of_called(inner)[result] if inner is not None else None
+        if found is None or (loop and found[0] != loop.constants + result):
+            return None
+        number, parts = found
+        if loop:
+            number, parts = loop.asked + number, [(part, times * loop.times) for part, times in parts]
+        return equation.invars[number], parts
+
+    updated = [find_parts(atom) for atom in jaxpr.outvars]
+    for number, (var, found) in enumerate(zip(jaxpr.outvars, updated, strict=True)):
+        if found and not found[1] and var.aval.shape != jaxpr.invars[found[0]].aval.shape:
+            updated[number] = None  # the argument in another shape is a copy, unless the argument is given away
+    return updated
+
+
+def _total_bytes(parts: Parts) -> float:
+    return sum(times * array_bytes(part) for part, times in parts)
