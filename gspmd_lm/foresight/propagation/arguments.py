@@ -19,13 +19,13 @@ _IN_PLACE = ("reshape", "squeeze", "expand_dims", "optimization_barrier")
 
 
 class Share(NamedTuple):
-    """The least share of an array that is needed: read, or made whether it is read or a result that others read.
+    """The least share of an array that is read, and the least that must be made.
 
-    An argument is there without being made.
+    A result must be made, but need not be read. An argument is there without being made.
     """
 
     read: float
-    made: float  # no less than is read
+    made: float  # as much as is read, or more
 
 
 _NOTHING, _RESULT, _ALL = Share(0.0, 0.0), Share(0.0, 1.0), Share(1.0, 1.0)
@@ -59,17 +59,17 @@ def needed_shares(jaxpr: Any, results: Sequence[Share]) -> list[Share]:
     """
     needed: dict[Any, Share] = {}
 
-    def need(atoms: Sequence[Any], shares: Sequence[Share]) -> None:
+    def note(atoms: Sequence[Any], shares: Sequence[Share]) -> None:
         for atom, share in zip(atoms, shares, strict=True):
             if not hasattr(atom, "val"):
                 before = needed.get(atom, share)
                 needed[atom] = share if before == share else _combine(max, share, before)
 
-    need(jaxpr.outvars, results)
+    note(jaxpr.outvars, results)
     for equation in reversed(jaxpr.eqns):
         shares = [needed.get(var, _NOTHING) for var in equation.outvars]
         if any(share.made for share in shares) or not shares:
-            need(equation.invars, _operand_shares(equation, shares))
+            note(equation.invars, _operand_shares(equation, shares))
     return [needed.get(var, _NOTHING) for var in jaxpr.invars]
 
 
@@ -102,7 +102,8 @@ def _operand_shares(equation: Any, results: Sequence[Share]) -> list[Share]:
         shares[0] = _NOTHING
     elif primitive in _TAKING_PARTS:
         taken = sum(one.made * var.aval.size for one, var in zip(results, equation.outvars, strict=True))
-        shares[0] = Share(*[taken / max(1, operands[0].aval.size)] * 2)
+        share = taken / max(1, operands[0].aval.size)
+        shares[0] = Share(share, share)
     return shares
 
 
