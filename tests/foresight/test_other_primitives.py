@@ -88,7 +88,8 @@ def test_of_functions_for_several_platforms_that_of_the_target_counts():
     read = {platform: read_step(traced.jaxpr, platform=platform) for platform in ("cpu", "cuda", "tpu", "")}
     assert [found.flops / one for found in read.values()] == [1, 2, 3, 3]
     assert [found.model_flops / one for found in read.values()] == [1, 2, 3, 3]
-    assert any_step.read(traced, traced.lower(), Mesh(jax.devices()[:1], ("data",))) == read["cpu"]
+    found = any_step.read(traced, traced.lower(), Mesh(jax.devices()[:1], ("data",)))
+    assert found.flops == read["cpu"].flops
 
 
 def batched_by_hand(function):

@@ -94,7 +94,7 @@ def read_step(
     makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     for var, result, dims, placed in zip(jaxpr.outvars, shardings, wanted, places, strict=True):
         if jaxpr.eqns and (dims is not None or result.unreduced):  # what is returned is no partial sum
-            maker = makers.get(var, jaxpr.eqns[-1])
+            maker = jaxpr.eqns[-1] if hasattr(var, "val") else makers.get(var, jaxpr.eqns[-1])
             names = "/".join(filter(None, (stack, str(maker.source_info.name_stack))))
             reader.move(Operation(maker, names, [], {}), var.aval, result, placed)
     record = reader.record
