@@ -62,7 +62,7 @@ MUTATIONS = tuple(
             "sharding/rules.py",
             'busy + others * (2 if self.pipeline.schedule == "1f1b" else 1)',
             "busy + others",
-            "train/test_choices.py plan/test_pipelines.py",
+            "sharding/test_rules.py::test_a_stage_waits_for_those_around_it",
         ),
         (
             "sharding/rules.py",

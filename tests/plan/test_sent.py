@@ -101,10 +101,13 @@ def test_what_a_published_model_sends_is_what_the_trace_says(traces_of, built, s
 TRAVEL = {"mesh": {"expert": 4}, "rules": {"batch": "expert", "expert": "expert"}}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "remat",
-    ["block", {"save": ["dispatched"]}, *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "dots"))],
+    [
+        "block",
+        pytest.param({"save": ["dispatched"]}, marks=pytest.mark.long),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "dots")),
+    ],
 )
 def test_what_tokens_that_travel_send_is_what_the_trace_says(small, built, sent, monkeypatch, remat):
     """There and back in both passes, once more there where they are not kept, and the gradients of their weights home.

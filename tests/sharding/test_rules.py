@@ -256,6 +256,15 @@ def test_the_rest_of_a_file(read):
     assert found.compiler_options == {"gpu": {"xla_gpu_enable_latency_hiding_scheduler": False}}
 
 
+@pytest.mark.parametrize(("schedule", "others"), [("gpipe", 3), ("1f1b", 6)])
+def test_a_stage_waits_for_those_around_it(read, schedule, others):
+    """Before its first rows and after its last ones; with gradients that go back as soon as they can, twice."""
+    found = read(
+        f"mesh: {{stage: 4}}\nweights: {{layers: stage}}\npipeline: {{microbatches: 8, schedule: {schedule}}}\n"
+    )
+    assert (found.stages, found.turns) == (("stage",), (8, 8 + others))
+
+
 @pytest.mark.parametrize(
     ("text", "replicas"),
     [
