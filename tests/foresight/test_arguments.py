@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.foresight.propagation.arguments import Share, needed_shares
@@ -57,6 +58,11 @@ READ = {
         lambda x: lax.cond(jnp.arange(2)[0] > 0, lambda: x * 2, lambda: jnp.ones((8, 64))),
         0,
     ),
+    "what a loop that does not run would read": (
+        lambda x: lax.scan(lambda c, _: (c + x.sum(), None), 0.0, length=0)[0],
+        0,
+    ),
+    "what is sorted along with keys and not read": (lambda x: lax.sort((jnp.ones((8, 64)), x), num_keys=1)[0], 0),
     "what is printed": (lambda x: jax.debug.print("{x}", x=x), 1),
 }
 
@@ -92,6 +98,16 @@ def set_in_one_branch(cache, row, at):
     return lax.cond(at > 0, lambda: set_row(cache, row, at), lambda: cache * 2)
 
 
+def set_under_a_name(cache, row, at):
+    return checkpoint_name(set_row(cache, row, at), "cache")
+
+
+def set_very_often(cache, row, at):
+    for _ in range(1100):  # more often than functions may call each other
+        cache = set_row(cache, row, at)
+    return cache
+
+
 CHANGED = {  # the bytes that are read besides the place, and those that are written
     "handed on": (lambda cache, row, at: (cache, row, at), -SCALAR_BYTES, 0),
     "in another shape": (lambda cache, row, at: (cache.T, at + 1), X_BYTES, X_BYTES + SCALAR_BYTES),
@@ -102,6 +118,8 @@ CHANGED = {  # the bytes that are read besides the place, and those that are wri
     "where it is computed": (lambda x, row, at: set_row(x * 2, row, at), X_BYTES * 7 / 8 + ROW_BYTES, X_BYTES),
     "several times": (lambda *args: set_row(set_row(*args), *args[1:]), ROW_BYTES, 2 * ROW_BYTES),
     "in the branch that sets least": (set_if_asked, ROW_BYTES, ROW_BYTES),
+    "under a name": (set_under_a_name, ROW_BYTES, ROW_BYTES),
+    "as a whole, at most": (set_very_often, ROW_BYTES, X_BYTES),
     "in one branch": (set_in_one_branch, 0, ROW_BYTES),
 }
 

@@ -261,18 +261,35 @@ def test_the_trip_count_of_a_loop_that_counts_is_known(name):
 
 
 UNCOUNTED = {
-    "any": lambda n: True,
-    "runs away": lambda n: n > -1,
-    "two conditions": lambda n: (n < 9) & (jnp.sin(n) > 0),
-    "no counter": lambda n: n * n < 9,
+    "any": turns(0, lambda n: True, 1),
+    "runs away": turns(0, lambda n: n > -1, 1),
+    "two conditions": turns(0, lambda n: (n < 9) & (jnp.sin(n) > 0), 1),
+    "no counter": turns(0, lambda n: n * n < 9, 1),
+    "wraps around": turns(jnp.uint8(0), lambda n: n < 250, jnp.uint8(100)),
+    "a limit that wraps around": lambda x, w: turns(jnp.uint32(0), lambda n: n < jnp.uint32(3) - 5, jnp.uint32(1))(
+        x, w
+    ),
 }
 
 
 @pytest.mark.parametrize("name", UNCOUNTED)
 def test_the_trip_count_of_a_loop_that_something_else_stops_is_unknown(name):
     x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    found = read_step(jax.make_jaxpr(turns(0, UNCOUNTED[name], 1))(x, x))
+    found = read_step(jax.make_jaxpr(UNCOUNTED[name])(x, x))
     assert found.unknown == {"the trip count of a while loop": 1} and found.flops == 2 * 16**3
+
+
+def test_a_limit_that_is_computed_of_itself_is_not_computed_twice():
+    """Thirty times would be a thousand million times."""
+
+    def doubled(x, w):
+        limit = jnp.int32(0)
+        for _ in range(30):
+            limit = limit + limit
+        return jax.lax.fori_loop(0, limit + 2, lambda _, x: x @ w, x)
+
+    x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    assert read_step(jax.make_jaxpr(doubled)(x, x)).flops == 2 * 2 * 16**3
 
 
 def test_rows_of_a_split_table_are_added_up_or_the_table_is_gathered_whichever_is_less():

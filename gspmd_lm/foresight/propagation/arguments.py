@@ -15,7 +15,21 @@ _SETTING = {
 _TAKING_PARTS = ("slice", "dynamic_slice", "split", "unstack")
 _JOINING = ("concatenate", "pad")
 # The array in its place is their operand: nothing need be moved.
-_IN_PLACE = ("reshape", "squeeze", "expand_dims", "optimization_barrier")
+_IN_PLACE = (
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "optimization_barrier",
+    "sharding_constraint",
+    "reshard",
+    "device_put",
+    "name",
+    "copy",
+    "copy_p",
+    "pvary",
+    "pcast",
+)
+_KERNELS = ("pallas_call", "ffi_call", "custom_linear_solve")  # they may leave any part of an operand unread
 
 
 class Share(NamedTuple):
@@ -35,8 +49,11 @@ Parts = list[tuple[Any, int]]  # shapes and dtypes of the parts of an array that
 
 def held_bytes(mesh: MeshShape, jaxpr: Any, arguments: Sequence[Dims], results: Sequence[Dims]) -> float:
     """The bytes of arguments and results that one device must read and write, from how they are split."""
-    updated = updated_parts(jaxpr)
-    shares = needed_shares(jaxpr, [_RESULT] * len(results))
+    updated, made = updated_parts(jaxpr), [_RESULT] * len(results)
+    for number, (found, dims) in enumerate(zip(updated, results, strict=True)):
+        if found and arguments[found[0]] != dims:  # it cannot stand in the place of an argument that is split otherwise
+            updated[number], made[number] = None, _ALL
+    shares = needed_shares(jaxpr, made)
     total = sum(
         share.read * mesh.local_bytes(var.aval, dims)
         for var, dims, share in zip(jaxpr.invars, arguments, shares, strict=True)
@@ -98,6 +115,11 @@ def _operand_shares(equation: Any, results: Sequence[Share]) -> list[Share]:
         part, shares = _SETTING[primitive], [_ALL] * len(operands)
         kept = made - operands[part].aval.size / max(1, operands[0].aval.size)
         shares[0], shares[part] = Share(0.0, max(0.0, kept)), _ALL if made == 1.0 else _NOTHING
+    elif primitive in _KERNELS:
+        shares = [_NOTHING] * len(operands)
+    elif primitive == "sort":  # what is no key is needed as far as it is read itself
+        keys = equation.params["num_keys"]
+        shares[keys:] = [Share(one.made, one.made) for one in results[keys:]]
     elif primitive == "gather":
         shares[0] = _NOTHING
     elif primitive in _TAKING_PARTS:
@@ -135,11 +157,14 @@ def _find_loop(equation: Any) -> _Loop | None:
 
 
 def _loop_shares(loop: _Loop, results: Sequence[Share]) -> list[Share]:
-    """The same of a loop, which runs once at least. One program computes all iterations.
+    """The same of a loop, which runs once at least if its trip count is not known. One program computes all iterations.
 
-    What it begins with is needed as far as each iteration needs what it is given for what it hands on.
+    What it begins with is needed as far as each iteration needs what it is given for what it hands on. A loop that does
+    not run hands on what it begins with.
     """
     end, carry = loop.constants + loop.carried, [*results[: loop.carried]]
+    if not loop.times:
+        return [_NOTHING] * loop.constants + carry + [_NOTHING] * (len(loop.body.invars) - end)
     # A part of what is stacked may be that of other iterations.
     stacked = [share if share.made == 1.0 else _NOTHING for share in results[loop.carried :]]
     asked = [_NOTHING] * (loop.asked + loop.carried)
@@ -166,26 +191,25 @@ def updated_parts(jaxpr: Any) -> list[tuple[int, Parts] | None]:
     The result can then stand in the place of the argument, and the parts alone are written. None: another result.
     """
     makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    numbers = {var: number for number, var in enumerate(jaxpr.invars)}
     parts_of_called = functools.cache(updated_parts)  # once for all results of a call
 
     def find_parts(atom: Any) -> tuple[int, Parts] | None:
-        if hasattr(atom, "val"):
-            return None
-        if atom in jaxpr.invars:
-            return jaxpr.invars.index(atom), []
-        if (equation := makers.get(atom)) is None:
-            return None
-        primitive, operand = equation.primitive.name, equation.invars[0] if equation.invars else None
-        if primitive in _SETTING:
-            parts = [(equation.invars[_SETTING[primitive]].aval, 1)]
-        elif primitive in _IN_PLACE:
-            parts = []
-        elif (found := find_inside(equation, equation.outvars.index(atom))) is not None:
-            operand, parts = found
-        else:
-            return None
-        before = find_parts(operand)
-        return before and (before[0], [*before[1], *parts])
+        parts: Parts = []
+        while not hasattr(atom, "val") and atom not in numbers:
+            if (equation := makers.get(atom)) is None:
+                return None
+            primitive, result = equation.primitive.name, equation.outvars.index(atom)
+            if primitive in _SETTING:
+                parts = [(equation.invars[_SETTING[primitive]].aval, 1), *parts]
+                atom = equation.invars[0]
+            elif primitive in _IN_PLACE:
+                atom = equation.invars[result]
+            elif (found := find_inside(equation, result)) is not None:
+                atom, parts = found[0], [*found[1], *parts]
+            else:
+                return None
+        return None if hasattr(atom, "val") else (numbers[atom], parts)
 
     def find_inside(equation: Any, result: int) -> tuple[Any, Parts] | None:
         """The operand that a result is but for some parts, where an operation runs another program."""
@@ -194,6 +218,9 @@ def updated_parts(jaxpr: Any) -> list[tuple[int, Parts] | None]:
             found = min(filter(None, branches), key=lambda one: _total_bytes(one[1]), default=None)
             return found and (equation.invars[1 + found[0]], found[1])
         loop = _find_loop(equation)
+        if loop and not loop.times:
+            begins = loop.asked + loop.constants + result
+            return (equation.invars[begins], []) if result < loop.carried else None
         inner = loop.body if loop else _find_called(equation)
         found = parts_of_called(inner)[result] if inner is not None else None
         if found is None or (loop and found[0] != loop.constants + result):

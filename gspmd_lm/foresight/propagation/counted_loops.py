@@ -1,7 +1,8 @@
 """Loops that are written as `while` and count their iterations: `with_scans` has a scan in the place of each."""
 
+import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,12 +55,12 @@ def trip_count(loop: Any, makers: Mapping[Any, Any]) -> int | None:
     compare = _maker(condition, 0)
     if compare is None or compare.primitive.name not in _SWAPPED:
         return None
-    direction = compare.primitive.name
+    find_integer, direction = _integers(known, makers), compare.primitive.name
     for counter, limit in (compare.invars, compare.invars[::-1]):
         if counter in condition.invars[asked:] and counter not in known:
             number = condition.invars.index(counter) - asked
-            step = _offset(_maker(body, number), carried[number], known, makers)
-            return _count(_integer(begin[number], known, makers), _integer(limit, known, makers), step, direction)
+            step = _offset(_maker(body, number), carried[number], find_integer)
+            return _count(find_integer(begin[number]), find_integer(limit), step, direction, counter.aval.dtype)
         direction = _SWAPPED[direction]
     return None
 
@@ -69,34 +70,57 @@ def _maker(jaxpr: Any, number: int) -> Any:
     return next((one for one in jaxpr.eqns if any(var is jaxpr.outvars[number] for var in one.outvars)), None)
 
 
-def _count(start: int | None, limit: int | None, step: int | None, direction: str) -> int | None:
+def _count(start: int | None, limit: int | None, step: int | None, direction: str, dtype: Any) -> int | None:
+    """The trip count; None if it is not known, or if the counter of this dtype wraps around before the loop ends."""
     if start is None or limit is None or not step:
         return None
     if direction in ("le", "ge"):  # these include the limit itself
         limit += 1 if direction == "le" else -1
     runs_away = (limit - start) * step < 0 if direction == "ne" else (step > 0) != (direction in ("lt", "le"))
-    return None if runs_away or (direction == "ne" and (limit - start) % step) else len(range(start, limit, step))
+    if runs_away or (direction == "ne" and (limit - start) % step):
+        return None
+    count = len(range(start, limit, step))
+    return count if _fits(start + count * step, dtype) else None
 
 
-def _offset(equation: Any, counter: Any, known: Mapping[Any, Any], makers: Mapping[Any, Any]) -> int | None:
+def _offset(equation: Any, counter: Any, find_integer: Callable[[Any], int | None]) -> int | None:
     """The constant that an equation adds to a counter; None if it does something else."""
     if equation is None or equation.primitive.name not in ("add", "sub"):
         return None
     left, right = equation.invars
     if left is counter:
-        added = _integer(right, known, makers)
+        added = find_integer(right)
         return added if added is None or equation.primitive.name == "add" else -added
-    return _integer(left, known, makers) if right is counter and equation.primitive.name == "add" else None
+    return find_integer(left) if right is counter and equation.primitive.name == "add" else None
 
 
-def _integer(atom: Any, known: Mapping[Any, Any], makers: Mapping[Any, Any]) -> int | None:
-    """The integer that a scalar is whatever the arguments of the program; None if there is none."""
-    if hasattr(atom, "val"):
-        return int(atom.val) if jnp.issubdtype(atom.aval.dtype, jnp.integer) and not atom.aval.shape else None
-    if atom in known:
-        return _integer(known[atom], known, makers)
-    equation = makers.get(atom)
-    if equation is None or equation.primitive.name not in _ARITHMETIC:
-        return None
-    values = [_integer(one, known, makers) for one in equation.invars]
-    return None if None in values else _ARITHMETIC[equation.primitive.name](*values)
+def _integers(known: Mapping[Any, Any], makers: Mapping[Any, Any]) -> Callable[[Any], int | None]:
+    """A function that gives the integer that a scalar is whatever the arguments of the program; None if there is none.
+
+    It gives None where a value does not fit its dtype, too, since such a value wraps around.
+    """
+
+    def find_integer(atom: Any) -> int | None:
+        found = int(atom.val) if hasattr(atom, "val") and _is_integer(atom) else None
+        found = made_integer(atom) if not hasattr(atom, "val") and _is_integer(atom) else found
+        return found if found is not None and _fits(found, atom.aval.dtype) else None
+
+    @functools.cache
+    def made_integer(var: Any) -> int | None:
+        if var in known:
+            return find_integer(known[var])
+        equation = makers.get(var)
+        if equation is None or equation.primitive.name not in _ARITHMETIC:
+            return None
+        values = [find_integer(one) for one in equation.invars]
+        return None if None in values else _ARITHMETIC[equation.primitive.name](*values)
+
+    return find_integer
+
+
+def _is_integer(atom: Any) -> bool:
+    return not atom.aval.shape and jnp.issubdtype(atom.aval.dtype, jnp.integer)
+
+
+def _fits(value: int, dtype: Any) -> bool:
+    return jnp.iinfo(dtype).min <= value <= jnp.iinfo(dtype).max
