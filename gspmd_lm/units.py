@@ -64,6 +64,11 @@ def human_clock(value: float) -> str:
     return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
+def whole_number(text: str) -> int | None:
+    """The number that a text of ASCII digits is, as long as Python reads it; None for another text."""
+    return int(text) if re.fullmatch("[0-9]{1,4000}", text) else None
+
+
 def bits(dtype: str) -> int:
     """How many bits one element has of a dtype as programs write it: bf16, f8e4m3fn. 0 for those without a size."""
     width = re.match(r"[a-z]+(\d+)", dtype)

@@ -85,7 +85,7 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
     targets.parse(values.target)  # what is wrong with it is told before jax is imported
     capacity.read_assumptions(values.assume)
     capacity.read_prices(values.price)
-    outputs.check_writable((values.json, values.html, values.export))
+    outputs.check_writable((values.json, values.html, values.export), inputs.read_files(values, layouts))
     if program:
         names_of_configs = ("config", "rules", "mesh", "set", "phase", "export", "assume", "price")
         of_configs = [f"--{name}" for name in names_of_configs if values[name].present]
@@ -126,10 +126,9 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
 
 def _check_rows(values: flags.FlagValues, layouts: Sequence["Rules"], program: str | None) -> None:
     """Raises InputError where --rows has no two layouts of a train step to compare."""
-    if program or values.phase != "train" or values.export:
-        other = next(
-            f"--{name}={values[name].value}" for name in ("program", "phase", "export") if values[name].present
-        )
+    phase = values.phase if values.phase != "train" else None
+    offending = {"program": program, "phase": phase, "export": values.export}
+    if other := " ".join(f"--{name}={value}" for name, value in offending.items() if value):
         raise InputError(f"--rows: {other}: the rows of two layouts of a train step are compared\n  fix   drop {other}")
     if len(layouts) != 2:
         given = ", ".join(one.label for one in layouts)

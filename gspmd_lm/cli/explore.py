@@ -56,7 +56,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         changes=changes,
     )
     if values.json:
-        outputs.check_writable((values.json,))
+        outputs.check_writable((values.json,), inputs.read_files(values))
         state = asyncio.run(workbench.finish())
         outputs.write(values.json, json.dumps(state, indent=1) + "\n")
         if not state["shown_version"]:

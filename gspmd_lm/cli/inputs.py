@@ -2,14 +2,13 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
 
 from gspmd_lm import api, files
 from gspmd_lm.cli import outputs
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.target import MOST_DEVICES
 from gspmd_lm.runtime.quiet import import_jax
@@ -100,10 +99,14 @@ def needs_weights(values: flags.FlagValues, example: str) -> str:
 
 def check_output(output: str | None, source: str | None) -> None:
     """Raises InputError if --output cannot be written, or is the file that is read."""
-    outputs.check_writable((output,))
-    path = Path(output or "")
-    if output and source and path.exists() and Path(source).exists() and path.samefile(source):
-        raise InputError(f"--output={output}: would overwrite the file that is read\n  fix   name another file")
+    outputs.check_writable((output,), (source,))
+
+
+def read_files(values: flags.FlagValues, layouts: Sequence[Rules] = ()) -> list[str]:
+    """The files of the config, the chip and the layouts, which no result may replace."""
+    named = {name: getattr(values, name, None) or "" for name in ("config", "chip", "rules")}
+    found = (paths.found_file(given, "rules" if name == "rules" else "configs") for name, given in named.items())
+    return [*map(str, filter(None, found)), *(rules.path for rules in layouts)]
 
 
 def log_to_stderr() -> None:
@@ -187,7 +190,6 @@ def _plan_rules(values: flags.FlagValues, config: Config) -> tuple[str, str]:
     """
     import jax
 
-    from gspmd_lm.config import paths
     from gspmd_lm.hardware import target as targets
     from gspmd_lm.plan import candidate, search
 

@@ -3,6 +3,7 @@
 from absl import flags
 
 from gspmd_lm.cli.verb import Flags, Verb
+from gspmd_lm.errors import InputError
 
 
 def _define(flags: Flags) -> None:
@@ -19,6 +20,8 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     """Prints a schema, the page, or the keys with a word in them, and returns the exit code."""
     from gspmd_lm.show import config_keys
 
+    if len(names) + bool(values.schema) + values.markdown > 1:
+        raise InputError("keys: one of a word, --schema and --markdown at a time\n  fix   drop the others")
     if values.schema:
         print(config_keys.schema_text(values.schema))
     else:

@@ -16,9 +16,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def check_writable(names: Iterable[str | None]) -> None:
-    """Raises InputError for the file of a flag that cannot be written: it is a folder, or not in one to write in."""
-    for path in (Path(name) for name in names if name):
+_WRITING = ("out", "json", "html")  # flags
+
+
+def check_writable(names: Iterable[str | None], read: Iterable[Any] = ()) -> None:
+    """Raises InputError for the file of a flag that cannot be written.
+
+    It is a folder, or not in one to write in, or it is the file of another of these flags, or one of those that are
+    `read`.
+    """
+    paths, kept = [Path(name) for name in names if name], [Path(name) for name in read if name]
+    for number, path in enumerate(paths):
+        if files.replaceable(path) and any(_is_same(path, other) for other in (*paths[:number], *kept)):
+            raise InputError(f"{path}: would overwrite a file that is read or written, too\n  fix   name another file")
         if path.is_dir():
             raise InputError(f"{path}: is a folder\n  fix   name a file in it")
         if not path.parent.is_dir():
@@ -28,9 +38,19 @@ def check_writable(names: Iterable[str | None]) -> None:
             raise InputError(f"{path}: {at} cannot be written in\n  fix   name a file in another folder")
 
 
+def _is_same(path: Path, other: Path) -> bool:
+    return path.absolute() == other.absolute() or (path.exists() and other.exists() and path.samefile(other))
+
+
 def command_line(arguments: Sequence[str]) -> str:
     """The command that was given, without the files that it writes, which say nothing of what was found."""
-    kept = [one for one in arguments if not one.lstrip("-").startswith(("out=", "json=", "html="))]
+    words = zip(["", *arguments], arguments, strict=False)  # --out=FILE, or --out FILE
+    files_of = [word.lstrip("-") in _WRITING or before.lstrip("-") in _WRITING for before, word in words]
+    kept = [
+        word
+        for word, is_left_out in zip(arguments, files_of, strict=True)
+        if not is_left_out and word.lstrip("-").partition("=")[0] not in _WRITING
+    ]
     return f"{versions.program()} {shlex.join(kept)}"
 
 

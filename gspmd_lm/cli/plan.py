@@ -15,6 +15,7 @@ from absl import flags
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import RESULTS, Flags, Verb, about_job, on_target, overrides
 from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.units import whole_number
 
 if TYPE_CHECKING:
     from gspmd_lm.config import Config
@@ -91,6 +92,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
             outputs.say(f"{one.text}: {one.chip and one.chip.note}")
     cases = [(place, one) for place in places for one in _batches(config, values.batch)]
     prices, assumed = capacity.read_prices(values.price), capacity.read_assumptions(values.assume)
+    outputs.check_writable((values.json, values.html, values.out), inputs.read_files(values))
     _check(values, cases)
     inputs.log_to_stderr()
     inputs.on_the_cpu()
@@ -158,10 +160,10 @@ def _batches(config: "Config", span: str | None) -> "list[Config]":
 
     if span is None:
         return [config]
-    low, colon, high = span.partition(":")
-    if not colon or not low.isdecimal() or not high.isdecimal() or not 1 <= int(low) <= int(high):
+    low, high = (whole_number(size) or 0 for size in (*span.split(":", 1), "")[:2])
+    if not 1 <= low <= high:
         raise InputError(f"--batch={span}: not two sizes, the smaller first\n  fix   --batch=128:1024")
-    sizes = itertools.takewhile(lambda size: size <= int(high), (int(low) * 2**n for n in itertools.count()))
+    sizes = itertools.takewhile(lambda size: size <= high, (low * 2**n for n in itertools.count()))
     plain = configs.to_dict(config)
     try:
         return [configs.from_dict({**plain, "data": {**plain["data"], "batch": n}}, f"--batch={span}") for n in sizes]
@@ -170,16 +172,16 @@ def _batches(config: "Config", span: str | None) -> "list[Config]":
 
 
 def _check(values: flags.FlagValues, cases: "Sequence[tuple[Target, Config]]") -> None:
-    """Raises InputError for flags that do not go together, and for files that cannot be written."""
-    outputs.check_writable((values.json, values.html, values.out))
+    """Raises InputError for flags that do not go together."""
     if values.days and not values.tokens:
         raise InputError(f"--days={values.days:g}: days for how many tokens?\n  fix   --tokens=1e12 too")
     for name in ("tokens", "days", "minutes"):
         value = getattr(values, name)
         if value is not None and not 0 < value < math.inf:
-            raise InputError(f"--{name}={value:g}: must be more than 0\n  fix   drop it, or give a number")
+            raise InputError(f"--{name}={value:g}: must be a finite number above 0\n  fix   drop it, or give another")
     if len(cases) > 1 and any(place.chip is None for place, _ in cases):
-        raise InputError("--target=cpu:N has no times to compare with others\n  fix   plan for it alone")
+        fix = "drop --batch" if len({place for place, _ in cases}) == 1 else "plan for it alone"
+        raise InputError(f"--target=cpu:N has no times to compare with others\n  fix   {fix}")
     if values.tokens and any(place.chip is None for place, _ in cases):
         raise InputError("--tokens: simulated devices have no times\n  fix   a --target such as v5e:4x8 or h100:8")
 

@@ -37,7 +37,8 @@ def run(values: flags.FlagValues, folders: list[str]) -> int:
         raise InputError("plot needs a run\n  fix   plot --workdir=RUN, or plot RUN RUN2 to lay runs over each other")
     runs = history.read_runs(folders)
     where = values.html or _default_page(folders)
-    outputs.check_writable((where,))
+    here = [files.expand_user(folder) for folder in folders if not files.is_remote(folder)]
+    outputs.check_writable((where,), (file for run in here for file in run.glob("*") if file.name != layout.PAGE))
     console = outputs.console(120)
     shown.show(runs, console)
     outputs.write(where, shown.page(runs, outputs.command_line(sys.argv[1:])))

@@ -13,6 +13,7 @@ from gspmd_lm.cli.verb import Flags, Verb, on_chip, on_devices
 from gspmd_lm.errors import STOPPED, InputError
 from gspmd_lm.runtime import endings
 from gspmd_lm.runtime.quiet import import_jax
+from gspmd_lm.units import whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,10 +137,10 @@ def _executable(values: flags.FlagValues, built: "Step") -> Any:
 def _profile(span: str | None) -> tuple[int, int] | None:
     if span is None:
         return None
-    start, colon, stop = span.partition(":")
-    if not colon or not start.isdecimal() or not stop.isdecimal() or int(start) >= int(stop):
+    start, stop = (whole_number(step) for step in (*span.split(":", 1), "")[:2])
+    if start is None or stop is None or start >= stop:
         raise InputError(f"--profile={span}: not two steps, the first before the second\n  fix   --profile=10:13")
-    return int(start), int(stop)
+    return start, stop
 
 
 def _train_tokenizer(config: "Config", path: str, console: "Console") -> int:

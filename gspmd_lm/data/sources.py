@@ -15,7 +15,7 @@ from gspmd_lm.data import corpus, formats, readers
 from gspmd_lm.data.remote import Progress, RemoteFile
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import sum_of
-from gspmd_lm.units import plural
+from gspmd_lm.units import plural, whole_number
 
 # (a record, its place such as file:line, the field of the conversation) -> a document
 OfRecord = Callable[[dict[str, Any], str, str], bytes]
@@ -284,9 +284,9 @@ def random_rows(source: object) -> int | None:
     kind, colon, rows = str(source).partition(":")
     if not isinstance(source, str) or kind != "random" or not colon:
         return None
-    if not rows.isdecimal() or int(rows) < 1:
+    if not (count := whole_number(rows)):
         raise InputError(f"data.source: {source}: write random:ROWS, ROWS a number of at least 1")
-    return int(rows)
+    return count
 
 
 def _files_of(

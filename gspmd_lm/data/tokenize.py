@@ -29,6 +29,10 @@ def tokenize(config: Config, out: str, progress: Progress | None = None) -> list
     if not files.is_remote(out):
         out = str(files.expand_user(out).absolute())
         files.check_folder("--out=", Path(out))
+        for one in data.sources:
+            texts = files.expand_user(one.path).absolute()
+            if texts.is_dir() and Path(out).is_relative_to(texts):
+                raise InputError(f"--out={out}: lies among the texts of {one.path}\n  fix   name a folder elsewhere")
     source, encoder, made = encoders.open_source(config, progress, hashed=False)
     folder = Folder(out, "--out")
     name = data.tokenizer if data.tokenizer == "bytes" else Path(data.tokenizer).name

@@ -16,7 +16,7 @@ from gspmd_lm.config.paths import cache_folder, download, unwritable
 from gspmd_lm.data import formats, remote, special_tokens, tiktoken_files
 from gspmd_lm.data.encodings import byte_names, count_dropped, encode_texts
 from gspmd_lm.errors import InputError
-from gspmd_lm.units import plural
+from gspmd_lm.units import plural, whole_number
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -408,11 +408,12 @@ def trained_size(name: str) -> int | None:
 
     There are 256 bytes and an end token.
     """
-    kind, colon, size = name.partition(":")
+    kind, colon, given = name.partition(":")
     if kind != "bpe" or not colon:
         return None
-    if not size.isdecimal() or not 257 <= int(size) < 2**31:
+    size = whole_number(given) or 0
+    if not 257 <= size < 2**31:
         raise InputError(
             f"data.tokenizer: {name}: write bpe:TOKENS, with TOKENS a number of at least 257 (256 bytes and an end)"
         )
-    return int(size)
+    return size

@@ -18,13 +18,15 @@ def own_files(job: Job) -> list[str]:
     Raises InputError for one that lies outside of this folder, since hosts would look for it there.
     """
     found, words = [], job.arguments
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.lstrip("-").removeprefix("set=").partition("=")
         value = value if equals else following  # --config=NAME, or --config NAME
         if name in _NAMING_FILES and value and files.expand_user(value).exists():
             path = Path(value)
             if path.is_absolute() or ".." in path.parts or value.startswith("~"):
                 raise InputError(f"train: {value}: lies outside of this folder\n  fix   copy it here")
+            if not path.parts:
+                raise InputError(f"train: {value}: is all of this folder\n  fix   name a folder in it, and its path")
             sent = versions.PACKAGE.parent / path
             if path.parts[0] not in _OF_CHECKOUT or not sent.exists() or not sent.samefile(path):
                 found.append(value)

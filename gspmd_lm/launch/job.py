@@ -7,7 +7,7 @@ import dataclasses
 import shlex
 from typing import Annotated, Literal, get_type_hints
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import target as targets
@@ -33,7 +33,7 @@ class Job:
     zone: Annotated[str, "The zone at Google Cloud, such as us-west4-a."] = ""
     runtime_version: Annotated[str, "The image of the TPU hosts. The default follows from the accelerator."] = ""
     spot: Annotated[bool, "Ask for capacity that may be preempted."] = False
-    port: Annotated[Size, "The port of the first TPU host at which all hosts meet."] = 8482
+    port: Annotated[Size, Le(65535), "The port of the first TPU host at which all hosts meet."] = 8482
     processes: Annotated[Size, "How many processes share this machine, where the place is local."] = 1
     image: Annotated[str, "The container image with this package in it, where the place is gke."] = ""
     python: Annotated[str, "The Python that every node sees, where the place is slurm."] = ".venv/bin/python"

@@ -29,6 +29,7 @@ from gspmd_lm.sharding.rules import (
     Rules,
 )
 from gspmd_lm.sharding.rules_keys import RulesFile
+from gspmd_lm.units import whole_number
 
 SECTIONS = tuple(field.name for field in dataclasses.fields(RulesFile))
 
@@ -126,11 +127,11 @@ def read_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for item in filter(None, text.split(",")):
         name, _, size = item.partition("=")
-        if not (size.isascii() and size.removeprefix("-").isdigit()):
+        if (count := whole_number(size.removeprefix("-"))) is None:
             raise ShardingError(f"--mesh={text}: {name} has no size\n  fix   write --mesh={name}=SIZE")
         if name in sizes:
             raise ShardingError(f"--mesh={text}: {name} appears twice\n  fix   give it one size")
-        sizes[name] = int(size)
+        sizes[name] = -count if size.startswith("-") else count
     return sizes
 
 

@@ -19,9 +19,9 @@ import pytest
 
 import gspmd_lm
 from gspmd_lm import cli, versions
-from gspmd_lm.cli import inputs
+from gspmd_lm.cli import inputs, outputs
 from gspmd_lm.data import loader
-from gspmd_lm.errors import RunFailed
+from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import compile_cache
 
 ROOT = Path(__file__).parent.parent.parent
@@ -239,6 +239,31 @@ def test_every_flag_that_is_a_path_may_begin_in_the_home_folder(monkeypatch, tmp
     )
     assert (values.json, values.export, values.chip) == (f"{tmp_path}/out.json", "x", f"{tmp_path}/my.yaml")
     assert [one.path for one in inputs.layouts(values, [])] == [f"{tmp_path}/mine.yaml"]
+
+
+def test_no_result_replaces_what_is_read_or_another_result(tmp_path):
+    read, link = tmp_path / "read.yaml", tmp_path / "link.yaml"
+    read.write_text("mesh: {tensor: 8}\n")
+    link.symlink_to(read)
+    for wrong in ([str(read)], [str(link)], ["a.json", str(tmp_path / "b"), str(tmp_path / "b")]):
+        with pytest.raises(InputError, match="would overwrite a file that is read or written, too"):
+            outputs.check_writable(wrong, [str(read), None])
+    outputs.check_writable(["a.json", None, "/dev/null", "/dev/null"], [str(read), "gone.yaml"])
+    values, _ = cli.parse_flags(cli.VERBS["explain"], [f"--rules={tmp_path / 'read'}", "--chip=none.yaml"])
+    assert inputs.read_files(values) == ["configs/tiny.yaml", str(read)]
+
+
+def test_the_files_that_a_command_writes_are_no_part_of_it():
+    given = ["plan", "--out", "a.yaml", "--json=b", "--minutes=3", "-html", "c", "tp8"]
+    assert outputs.command_line(given).endswith(" plan --minutes=3 tp8")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--mesh=data={}", "--dry_run"), ("--profile=1:{}",), ("plan", "--target=cpu:8", "--batch=1:{}")]
+)
+def test_a_number_of_any_length_is_told(run, arguments):
+    code, _, err = run(*(one.format("9" * 5000) for one in arguments))
+    assert code == 2 and "  fix   " in err
 
 
 def test_a_value_may_look_like_a_flag():

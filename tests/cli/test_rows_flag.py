@@ -26,6 +26,8 @@ def test_rows_are_compared_without_a_compiler(run, tmp_path, monkeypatch, verb):
         (("compare", "dp8"), "--rows: dp8: the rows of two layouts are compared\n  fix   compare --rows dp8 fsdp8 "),
         (("compare", "dp8", "tp8", "fsdp8"), "--rows: dp8, tp8, fsdp8: the rows of two layouts"),
         (("explain", "dp8", "tp8", "--phase=decode"), "--rows: --phase=decode: the rows of two layouts of a train"),
+        (("compare", "dp8", "tp8", "--phase=decode"), "fix   drop --phase=decode\n"),
+        (("explain", "dp8", "tp8", "--phase=train", "--export=x"), "fix   drop --export=x\n"),
         (("explain", "--program=train.py:step"), "--rows: --program=train.py:step: "),
         (("compare", "dp8", "fsdp8", "--set=rules.mesh.data=3"), "mesh: "),
     ],

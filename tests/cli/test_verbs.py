@@ -95,7 +95,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_computed(verb, fol
     flags = f"--workdir={workdir}", f"--prompts={prompts}", *PLACE
     for output, said in (
         (tmp_path / "no" / "out.jsonl", f"there is no folder {tmp_path / 'no'}"),
-        (prompts, "overwrite the file that is read"),
+        (prompts, "overwrite a file that is read"),
     ):
         code, out, err = verb("generate", *flags, f"--output={output}")
         assert (code, out) == (2, "") and said in err and "compiled" not in err

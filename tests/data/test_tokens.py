@@ -440,3 +440,13 @@ def test_what_cannot_be_tokenized(settings, message):
     _make()
     with pytest.raises(InputError, match=message):
         _make(**settings | {"out": "other"})
+
+
+def test_tokens_are_not_made_among_their_texts():
+    """The next run would read them as texts."""
+    Path("texts").mkdir()
+    Path("a.jsonl").rename("texts/a.jsonl")
+    for out in ("texts", "texts/made"):
+        with pytest.raises(InputError, match=r"lies among the texts of texts\n  fix   name a folder elsewhere"):
+            _make("texts", out)
+    _make("texts/a.jsonl", "texts/made")

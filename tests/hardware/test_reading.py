@@ -63,6 +63,10 @@ def test_what_a_file_does_not_state_is_that_of_the_chip_it_is_like(own):
     )
 
 
+PASS = "{visited: [502, 1144, 5040], step: 277, row: 702}"
+SPLASH = f'{{"64": {{forward: {PASS}, backward: {PASS}}}}}'
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message", "fix"),
     [
@@ -83,6 +87,9 @@ def test_what_a_file_does_not_state_is_that_of_the_chip_it_is_like(own):
         (OWN, "name: my\nlike: v5p\ndevices_per_chip: [2, I]", "die_link_bytes_per_s is missing", "[819 GB/s, "),
         ("host_bytes", "matmul_rates: [[[5, 1, 1, 1, 1, 1.0]], I]\nhost_bytes", "matmul_rates: [5, 1, 1", "calibrate"),
         ("host_bytes", "slowdowns: [{matmul: .inf}, I]\nhost_bytes", "slowdowns: not operations", "add: 1.0e9"),
+        (OWN, f"like: v5p\nname: my\nsplash: [{SPLASH}, I]".replace("277", ".nan"), "splash: not cycles", '"128": {'),
+        (OWN, f"like: v5p\nname: my\nsplash: [{SPLASH}, I]".replace("502", "a"), "splash: not cycles", '"128": {'),
+        (OWN, f"like: v5p\nname: my\nsplash: [{SPLASH}, I]".replace('"64"', '"-64"'), "splash: not cycles", '"128": {'),
         ("[My GPU]", "My GPU", "kinds: 'My GPU' is not a list of texts", "kinds: [NVIDIA L4]"),
         ("platform: gpu", "platform: npu", "platform: npu: no such platform", "platform: cpu, gpu or tpu"),
         (

@@ -184,6 +184,9 @@ def test_a_file_beside_the_code_is_sent_and_one_of_the_code_is_not_sent_twice(mo
         "--executable step.bin",
     ):
         assert archive.own_files(Job(train=train)) == ["own.yaml", "tokens.json", "mine.chip.yaml", "step.bin"]
+    assert archive.own_files(Job(train="")) == []
+    with pytest.raises(InputError, match="is all of this folder"):
+        archive.own_files(Job(train="--config=."))
 
 
 def test_memory_is_that_of_the_attention_kernel_that_will_run():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm.errors import InputError, did_you_mean, either
-from gspmd_lm.hardware.chips import CHIPS, GPU_MEMORY_SHARE, PLATFORMS, Chip, Cycles
+from gspmd_lm.hardware.chips import CHIPS, GPU_MEMORY_SHARE, PLATFORMS, SPLASH_BLOCKS, Chip, Cycles
 
 ENDING = ".yaml"  # of such files
 LIKE = "like"  # the chip whose figures count where a file states none
@@ -177,14 +177,20 @@ def _read_number(name: str, value: Any, whole: bool) -> int | float:
 def _read_splash(value: Any) -> Mapping[int, tuple[Cycles, Cycles]]:
     """Size of a head -> cycles of splash attention, forward and backward."""
     try:
-        return {
+        found = {
             int(size): (Cycles(tuple(forward.pop("visited")), **forward), Cycles(tuple(back.pop("visited")), **back))
             for size, passes in value.items()
             for forward, back in [(dict(passes["forward"]), dict(passes["backward"]))]
         }
+        for size, passes in found.items():
+            numbers = [size, *(number for one in passes for number in (*one.visited, one.step, one.row))]
+            blocks = [len(one.visited) for one in passes]
+            if not all(0 < n < math.inf for n in numbers) or not all(0 < n <= len(SPLASH_BLOCKS) for n in blocks):
+                raise ValueError("no cycles, or those of more blocks than there are")
     except (AttributeError, KeyError, TypeError, ValueError):
         form = "{visited: [502, 1144, 5040], step: 277, row: 702}"
-        raise _Problem(f"not cycles of kernels\n  fix   128: {{forward: {form}, backward: {form}}}") from None
+        raise _Problem(f'not cycles of kernels\n  fix   "128": {{forward: {form}, backward: {form}}}') from None
+    return found
 
 
 def _read_rows(kind: Any, value: Any) -> tuple[Any, ...]:
