@@ -96,6 +96,9 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
             )
     if values.rows:
         _check_rows(values, layouts, program)
+    of_job = " ".join(f"--{name}" for name in ("assume", "price") if values[name].present)
+    if of_job and (values.rows or values.phase != "train"):
+        raise InputError(f"{of_job}: no job is predicted here\n  fix   drop {of_job}, or explain a step of train")
     inputs.log_to_stderr()
     inputs.on_the_cpu()
     if values.rows:

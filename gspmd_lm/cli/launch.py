@@ -60,9 +60,7 @@ def _check(job: Job) -> "tuple[float, Config]":
     from gspmd_lm import cli
     from gspmd_lm.cli import inputs
     from gspmd_lm.cli.train import TRAIN
-    from gspmd_lm.hardware import capacity
 
-    capacity.read_assumptions(job.assume, "assume: ")
     # The config and the rules of an earlier start are found in a local workdir, here as there. This machine may lack
     # the package and the login that a bucket needs.
     workdir = [] if files.is_remote(job.workdir) else [f"--workdir={job.workdir}"]

@@ -14,6 +14,7 @@ from gspmd_lm import files
 from gspmd_lm.config import core_yaml, paths
 from gspmd_lm.config.types import STRICT, explain_problem
 from gspmd_lm.errors import InputError
+from gspmd_lm.hardware import capacity
 from gspmd_lm.launch.job import ABOUT, Job
 
 _JOB = pydantic.TypeAdapter(pydantic.with_config(STRICT)(Job))
@@ -63,7 +64,7 @@ def find_logs(place: str) -> epath.Path:
 
 
 def check(job: Job, needed: Sequence[str]) -> None:
-    """Raises InputError for keys that the place needs and the job lacks, all in one message, and for a bad name."""
+    """Raises InputError for keys that the place needs and the job lacks, all in one message, and for wrong values."""
     if missing := [key for key in ("workdir", *needed) if not getattr(job, key)]:
         lines = [f"  {key:16} {ABOUT[key]}" for key in missing]
         fix = f"add them to the launch file, or give {' '.join(f'--{key}=...' for key in missing)}"
@@ -73,6 +74,11 @@ def check(job: Job, needed: Sequence[str]) -> None:
             f"name: {job.name!r} is no name of a slice or job\n"
             "  fix   begin with a letter, then use small letters, digits and -, such as --name=llama3-8b"
         )
+    if not re.fullmatch(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}", job.time):
+        raise InputError(
+            f"time: {job.time!r} is no time limit of Slurm\n  fix   write 08:00:00, or 2-00:00:00 with days"
+        )
+    capacity.read_assumptions(job.assume, "assume: ")
     for word in job.arguments:
         if word.lstrip("-").partition("=")[0] == "workdir":
             raise InputError(f"train: {word}: the workdir is a key of the launch file\n  fix   move it to workdir")

@@ -28,6 +28,7 @@ def test_rows_are_compared_without_a_compiler(run, tmp_path, monkeypatch, verb):
         (("explain", "dp8", "tp8", "--phase=decode"), "--rows: --phase=decode: the rows of two layouts of a train"),
         (("compare", "dp8", "tp8", "--phase=decode"), "fix   drop --phase=decode\n"),
         (("explain", "dp8", "tp8", "--phase=train", "--export=x"), "fix   drop --export=x\n"),
+        (("compare", "dp8", "tp8", "--price=v5p=3"), "--price: no job is predicted here\n  fix   drop --price"),
         (("explain", "--program=train.py:step"), "--rows: --program=train.py:step: "),
         (("compare", "dp8", "fsdp8", "--set=rules.mesh.data=3"), "mesh: "),
     ],

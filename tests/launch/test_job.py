@@ -63,7 +63,9 @@ WRONG = {
     "a second workdir": (["--", "--workdir=runs/x"], "train: --workdir=runs/x", "move it to workdir"),
     "a workdir that is lost with the slice": (["--workdir=runs/x"], "the workdir is in a bucket"),
     "a name for no slice": (["--name=Llama_3"], "name: 'Llama_3' is no name"),
-    "something unknown of the job": (["--assume=notices=3"], "assume: notices=3: no such key", "notice_s"),
+    "something unknown of the job": (["--assume=notices=3", "--print"], "assume: notices=3: no such key", "notice_s"),
+    "a time that Slurm does not know": (["--time=abc", "--print"], "time: 'abc' is no time limit", "08:00:00"),
+    "a port that no machine has": (["--port=99999999"], "port: must be"),
     "a file that no host would find": (["--", "--rules=../rules.yaml"], "lies outside of this folder"),
 }
 
