@@ -263,7 +263,7 @@ def test_larger_targets_grow_and_keep_the_chip(text):
         (("--target=h100:8", "--price=h100=free"), "'free' is not a price"),
         (("--target=h100:8", "--price=h100=-1"), "is not a price"),
         (("--target=h100:8", "--days=3"), "days for how many tokens?"),
-        (("--target=h100:8", "--minutes=0"), "must be more than 0"),
+        (("--target=h100:8", "--minutes=0"), "must be a finite number above 0"),
         (("--target=h100:8", "--out=nowhere/mine.yaml"), "there is no folder nowhere"),
         (("--target=cpu:8,h100:8",), "no times to compare"),
         (("--target=cpu:8", "--tokens=1e9"), "have no times"),
