@@ -44,13 +44,13 @@ def _is_same(path: Path, other: Path) -> bool:
 
 def command_line(arguments: Sequence[str]) -> str:
     """The command that was given, without the files that it writes, which say nothing of what was found."""
-    words = zip(["", *arguments], arguments, strict=False)  # --out=FILE, or --out FILE
-    files_of = [word.lstrip("-") in _WRITING or before.lstrip("-") in _WRITING for before, word in words]
-    kept = [
-        word
-        for word, is_left_out in zip(arguments, files_of, strict=True)
-        if not is_left_out and word.lstrip("-").partition("=")[0] not in _WRITING
-    ]
+    kept, is_file = [], False
+    for word in arguments:
+        name, equals, _ = word.lstrip("-").partition("=")
+        writes = word.startswith("-") and name in _WRITING
+        if not (writes or is_file):
+            kept.append(word)
+        is_file = writes and not equals  # --out FILE
     return f"{versions.program()} {shlex.join(kept)}"
 
 

@@ -22,7 +22,7 @@ class _LocalPath(flags.ArgumentParser[str]):
     def parse(self, argument: str) -> str:
         if files.is_remote(argument):
             raise ValueError(self.syntactic_help)
-        return str(files.expand_user(argument))
+        return str(files.expand_user(argument)) if argument else ""
 
 
 class Flags:

@@ -98,6 +98,7 @@ DRY = ("--rules=tp8", "--dry_run")
         (("--rules=", "--dry_run"), "--rules= is empty; a variable that is not set?\n  fix   give a value"),
         (("--config=", "--dry_run"), "--config= is empty; a variable that is not set?\n  fix   "),
         (("eval", "--workdir="), "--workdir= is empty; a variable that is not set?\n  fix   "),
+        (("data", "--html="), "--html= is empty; a variable that is not set?\n  fix   "),
         (
             ("--profile=13:10",),
             "--profile=13:10: not two steps, the first before the second\n  fix   --profile=10:13\n",
