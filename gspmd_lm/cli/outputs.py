@@ -20,10 +20,10 @@ _WRITING = ("out", "json", "html")  # flags
 
 
 def check_writable(names: Iterable[str | None], read: Iterable[Any] = ()) -> None:
-    """Raises InputError for the file of a flag that cannot be written.
+    """Raises InputError if the file of a flag cannot be written.
 
-    It is a folder, or not in one to write in, or it is the file of another of these flags, or one of those that are
-    `read`.
+    It may be a folder, or lie in one that is missing or read-only. It may also be the file of another of these flags,
+    or one that is `read`.
     """
     paths, kept = [Path(name) for name in names if name], [Path(name) for name in read if name]
     for number, path in enumerate(paths):

@@ -136,7 +136,7 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
 
 
 def _lower_without_python(ctx: Any, *operands: Any, **_: Any) -> Any:
-    """What stands in a program for devices that are not here where it calls Python: results of the right shape.
+    """The stand-in for a call of Python, in a program whose devices are not here: results of the right shape.
 
     A call without results leaves nothing, so the compiler leaves out what only such a call reads.
     """

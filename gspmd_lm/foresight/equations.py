@@ -96,6 +96,11 @@ def computes_the_same(one: Any, other: Any) -> bool:
     return all(a is b or (type(a) is type(b) and str(a) == str(b)) for a, b in pairs)
 
 
+def join_names(stack: str, equation: Any) -> str:
+    """The names of the functions that an equation stands in: those around its program, `stack`, and those within it."""
+    return "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
+
+
 def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     """The programs that an operation with these parameters runs in any case; not the branches of a `cond`."""
     return [x for x in (getattr(x, "jaxpr", x) for x in params.values()) if hasattr(x, "eqns")]

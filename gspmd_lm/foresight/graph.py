@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from gspmd_lm.foresight.equations import GROUPED, applied_jaxpr, called_jaxprs, flops, same_rank
+from gspmd_lm.foresight.equations import GROUPED, applied_jaxpr, called_jaxprs, flops, join_names, same_rank
 from gspmd_lm.model.cache import CACHE
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.sharding.op_names import LOSS, OpName, parse
@@ -176,7 +176,7 @@ class DataflowGraph:
 
         for eqn in jaxpr.eqns:
             operands = [node_of(atom) for atom in eqn.invars]
-            name_stack = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
+            name_stack = join_names(stack, eqn)
             inner = applied_jaxpr(eqn)
             if inner is not None and eqn.primitive.name == "scan":
                 # What a loop carries has the same rank outside, what it stacks or takes apart has one dimension more.

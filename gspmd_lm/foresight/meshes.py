@@ -31,7 +31,7 @@ def choose_mesh(mesh: Mesh, others: Iterable[Any]) -> Mesh:
 
 
 def join_axes(mesh: Mesh, others: Iterable[Any], name: str) -> JoinedAxes:
-    """The axes of `mesh` that each axis of it and of the others joins. jax sees to it that all list the same devices.
+    """The axes of `mesh` that each axis of any mesh stands for. jax sees to it that all list the same devices.
 
     Raises InputError where an axis joins a part of another one, or where one name means different axes.
     """

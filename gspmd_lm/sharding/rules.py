@@ -235,7 +235,7 @@ class Rules:
 
     @functools.cached_property
     def _row_cache(self) -> dict[tuple[str, str, str], Row | None]:
-        """The answers of `row` so far, by its arguments."""
+        """The results of `row` so far, by its arguments."""
         return {}
 
     def split(self, table: str, path: str, axis: str) -> tuple[str, ...]:

@@ -95,8 +95,8 @@ def read_step(
     for var, result, dims, placed in zip(jaxpr.outvars, shardings, wanted, places, strict=True):
         if jaxpr.eqns and (dims is not None or result.unreduced):  # what is returned is no partial sum
             maker = jaxpr.eqns[-1] if hasattr(var, "val") else makers.get(var, jaxpr.eqns[-1])
-            names = "/".join(filter(None, (stack, str(maker.source_info.name_stack))))
-            reader.move(Operation(maker, names, [], {}), var.aval, result, placed)
+            operation = Operation(maker, equations.join_names(stack, maker), [], {})
+            reader.move(operation, var.aval, result, placed)
     record = reader.record
     return Reading(
         tuple(record.transfers),

@@ -1,4 +1,4 @@
-"""The least that a traced program reads of its arguments, and the parts of them that it sets in their place."""
+"""How much of its arguments a traced program must read, and which parts of them it updates in place."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from gspmd_lm.foresight.equations import applied_jaxpr, called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.sharding import Dims, MeshShape, array_bytes
+from gspmd_lm.foresight.propagation.wanted import CONSTRAINTS
 
 # Those that set a part of their first operand -> the number of the operand that is the part.
 _SETTING = {
@@ -20,8 +21,7 @@ _IN_PLACE = (
     "squeeze",
     "expand_dims",
     "optimization_barrier",
-    "sharding_constraint",
-    "reshard",
+    *CONSTRAINTS,
     "device_put",
     "name",
     "copy",
@@ -69,10 +69,10 @@ def held_bytes(mesh: MeshShape, jaxpr: Any, arguments: Sequence[Dims], results: 
 def needed_shares(jaxpr: Any, results: Sequence[Share]) -> list[Share]:
     """The share of each argument that is needed for these shares of the results of a program: a lower bound.
 
-    For a part of an array, compilers compute no more than that part of what the array is made of. As far as each
-    element of an operand makes as many elements of the result as any other one does, or all of them, so large a part of
-    the operand is needed at least. Of several parts, the largest counts, as they may overlap. What is looked up counts
-    nothing, nor is an array read of which parts are set. Of a conditional, that counts which all branches need.
+    For a part of a result, a compiler computes only what that part depends on. Most operations use each element of an
+    operand equally often, so for a share of the result they need at least that share of each operand. Several parts of
+    one array may overlap, so the largest counts. An array in which rows are looked up, or of which parts are set,
+    counts nothing. Of a conditional, what all branches need counts.
     """
     needed: dict[Any, Share] = {}
 
@@ -157,10 +157,10 @@ def _find_loop(equation: Any) -> _Loop | None:
 
 
 def _loop_shares(loop: _Loop, results: Sequence[Share]) -> list[Share]:
-    """The same of a loop, which runs once at least if its trip count is not known. One program computes all iterations.
+    """The share of each operand that a loop needs. It runs at least once if its trip count is not known.
 
-    What it begins with is needed as far as each iteration needs what it is given for what it hands on. A loop that does
-    not run hands on what it begins with.
+    All iterations run the same program. So an initial value is needed as far as every iteration needs the value that it
+    is given. A loop of no iterations returns its initial values.
     """
     end, carry = loop.constants + loop.carried, [*results[: loop.carried]]
     if not loop.times:
@@ -186,9 +186,9 @@ def _loop_shares(loop: _Loop, results: Sequence[Share]) -> list[Share]:
 
 
 def updated_parts(jaxpr: Any) -> list[tuple[int, Parts] | None]:
-    """For each result of a program that is an argument but for some parts: its number, and these parts.
+    """The number of the argument that each result updates in place, and the parts of it that change.
 
-    The result can then stand in the place of the argument, and the parts alone are written. None: another result.
+    Such a result can have the memory of the argument, so that the parts alone are written. None: a result of its own.
     """
     makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     numbers = {var: number for number, var in enumerate(jaxpr.invars)}
@@ -212,7 +212,7 @@ def updated_parts(jaxpr: Any) -> list[tuple[int, Parts] | None]:
         return None if hasattr(atom, "val") else (numbers[atom], parts)
 
     def find_inside(equation: Any, result: int) -> tuple[Any, Parts] | None:
-        """The operand that a result is but for some parts, where an operation runs another program."""
+        """The operand that a result updates in place, and the parts, where an operation runs another program."""
         if equation.primitive.name == "cond":
             branches = [parts_of_called(branch.jaxpr)[result] for branch in equation.params["branches"]]
             found = min(filter(None, branches), key=lambda one: _total_bytes(one[1]), default=None)

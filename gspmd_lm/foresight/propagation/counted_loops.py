@@ -40,7 +40,7 @@ def _replace_loops(jaxpr: Any) -> list[Any]:
 
 
 def trip_count(loop: Any, makers: Mapping[Any, Any]) -> int | None:
-    """The trip count of a `while`, from `counter < limit`; None if it cannot be told.
+    """The trip count of a `while`, from a condition such as `counter < limit`; None if it is not known.
 
     makers: the equations of the program that the loop stands in, by their results.
     """

@@ -111,7 +111,7 @@ class PerDevice:
             return known.get(atom, replicated_sharding(rank_of(atom.aval)))
 
         for equation in jaxpr.eqns:
-            names = "/".join(filter(None, (self.stack, str(equation.source_info.name_stack))))
+            names = equations.join_names(self.stack, equation)
             operation = Operation(equation, names, [array(atom) for atom in equation.invars], {})
             kept = self._kept_sums(operation)
             for number, atom in enumerate(equation.invars):

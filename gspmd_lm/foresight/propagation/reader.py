@@ -356,7 +356,7 @@ class Reader:
             return replicated_sharding(rank_of(atom.aval), True) if made_anywhere else known[atom]
 
         for equation in equations.with_rolls(jaxpr):
-            names = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
+            names = equations.join_names(stack, equation)
             outputs = equation.outvars
             of_sum = frozenset(number for number, var in enumerate(outputs) if var in added)
             operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants, of_sum)

@@ -88,7 +88,7 @@ def rank_of(aval: Any) -> int:
 
 
 def is_empty(aval: Any) -> bool:
-    """Whether an array has no elements, as one of shape (0, 64)."""
+    """Whether an array has no elements, such as one of shape (0, 64)."""
     return 0 in getattr(aval, "shape", ())
 
 
