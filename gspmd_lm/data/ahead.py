@@ -18,8 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -150,8 +149,6 @@ class _Lane:
 class AheadRows:
     """The rows of a run. Each has a number, and rows must be read in ascending order of their numbers."""
 
-    stream = packing.InMemory(np.empty(0, np.uint32))  # rows come from no stream for which a thread would wait
-
     def __init__(self, work: Work, config: Config, encoder: tokenizer.Tokenizer):
         self.work, self.seq, self.seed, self.batch = work, config.data.seq, config.data.seed, config.data.batch
         self._is_one_text = config.data.packing == "stream"
@@ -241,35 +238,21 @@ class AheadRows:
         self._open.clear()
 
 
-class _InOrder(Loader):
-    """A loader of rows in the order of their numbers."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class AheadLoader(Loader):
+    """Rows in batches that are tokenized ahead. They are read from one step on, in the order of their numbers."""
+
+    rows: AheadRows  # pyright: ignore[reportIncompatibleVariableOverride]  (it has no number of rows)
+    say: Callable[[str], None] = lambda _: None
+
+    @property
+    def epochs_per_step(self) -> float:
+        """0, because it is not known how many rows there are."""
+        return 0.0
 
     def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        rows = np.asarray(batch_rows, np.int64)
-        return np.where(rows < self.batch, step * self.batch + rows, -1)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class AheadLoader:
-    """Rows in batches that are tokenized ahead. They are read from one step on, in order."""
-
-    rows: AheadRows
-    in_order: Loader  # of the same rows
-    say: Callable[[str], None]
-
-    epochs_per_step = 0.0  # how many rows there are is not known
-    tokenizer: Path | None = None
-    classes: tuple[str, ...] = ()
-
-    @property
-    def description(self) -> str:
-        """What is read, in words for the user."""
-        return self.in_order.description
-
-    @property
-    def fingerprint(self) -> str:
-        """A text that two loaders share only if they give the same rows."""
-        return self.in_order.fingerprint
+        numbers = np.asarray(batch_rows, np.int64)
+        return np.where(numbers < self.batch, step * self.batch + numbers, -1)
 
     def batches(
         self, start_step: int, shardings: Mapping[str, jax.sharding.Sharding], stop_step: int | None = None
@@ -280,7 +263,7 @@ class AheadLoader:
         """
         used_s: list[float] = []  # by each step, until it asked for the next one
         try:
-            for found in self.in_order.batches(start_step, shardings, stop_step):
+            for found in super().batches(start_step, shardings, stop_step):
                 began = time.perf_counter()
                 yield found
                 used_s.append(time.perf_counter() - began)
@@ -353,8 +336,8 @@ def _open_training(config: Config, progress: sources.Progress | None, say: Calla
     about = json.dumps([facts, encoder.fingerprint, left_out, data.packing, data.seq, kind])
     lanes = plural(rows.lanes, "lane")
     notes = filter(None, [f"training: texts tokenized ahead, in {lanes} ({source.description})", source.notes])
-    loader = _InOrder(
-        rows=cast(Any, rows),  # of which nothing but `read` is used
+    return AheadLoader(
+        rows=rows,
         batch=data.batch,
         padded_batch=data.padded_batch,
         seed=data.seed,
@@ -362,8 +345,8 @@ def _open_training(config: Config, progress: sources.Progress | None, say: Calla
         description="\n".join(notes),
         fingerprint=f"ahead-{hashlib.sha256(about.encode()).hexdigest()[:24]}",
         token_masks=token_masks(config, encoder),
+        say=say,
     )
-    return AheadLoader(rows, loader, say)
 
 
 def _check(config: Config) -> None:

@@ -61,6 +61,7 @@ class Loader:
     token_masks: packing.Masks | None = None  # they are put among the tokens of rows
     padded_batch: int = 0  # rows of a batch with those of padding that follow the others in each; 0 means batch
     tokens: int = 0  # in all rows; 0 for images and sounds
+    read_threads: int = 1  # how many batches are read at once
 
     @property
     def epochs_per_step(self) -> float:
@@ -144,13 +145,6 @@ class Loader:
         """The shapes of some arrays of a whole batch."""
         empty = self.rows_at(0, slice(0))
         return {name: (self.padded_batch or self.batch, *empty[name].shape[1:]) for name in names}
-
-    @property
-    def read_threads(self) -> int:
-        """How many batches are read at once."""
-        parts = self.rows.parts if isinstance(self.rows, packing.Joined) else [self.rows]
-        is_far = any(not isinstance(part, media.Rows) and part.stream.is_far for part in parts)
-        return _FAR_READS if is_far else 1
 
 
 def ahead(
@@ -289,6 +283,7 @@ def open_loaders(
             classes=tokens.classes if isinstance(tokens, labelled.Labelled) else (),
             token_masks=dataclasses.replace(all_masks, seed=seed) if all_masks else None,
             tokens=size,
+            read_threads=_FAR_READS if any(split.stream.is_far for split in splits) else 1,
         )
 
     train = loader_of("training", opened.train)

@@ -36,7 +36,7 @@ from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
 from gspmd_lm.workdir.log import Log, Sample
 from gspmd_lm.workdir.wall_time import WallTime
 
-Rows = Loader | Batches | AheadLoader
+Rows = Loader | Batches
 
 _log = logging.getLogger(__name__)
 
@@ -325,7 +325,7 @@ class _Training:
     def _say_reading(self) -> None:
         """Says what the steps read, and what the source can deliver, which some rows are read for."""
         rows, report = self.run.rows[0], self.run.programs.report
-        if self.is_main and isinstance(rows, Loader):
+        if self.is_main and isinstance(rows, Loader) and not isinstance(rows, AheadLoader):
             step_time = reading.find_step_time(report and report.step_time_s, self.log.wall_s, self.start)
             span, count = (self.start, self.stop), self.run.machine.process_count
             with self.wall_time.spending("start"):

@@ -60,7 +60,7 @@ def opened(request, monkeypatch):
 
 
 def _read(rows, steps, batch_rows=slice(None)):
-    return [rows.in_order.rows_at(step, batch_rows) for step in steps]
+    return [rows.rows_at(step, batch_rows) for step in steps]
 
 
 def _equal(some, others):
@@ -120,7 +120,7 @@ def test_masks_are_those_of_the_rows_of_other_sources(opened):
     rows, _ = opened(model={"attention.mask": "full"})
     (row,) = _read(rows, [3])
     chosen = row["targets"] >= 0
-    assert rows.in_order.token_masks.seed == 0 and 0 < chosen.mean() < 0.4 and (row["tokens"][chosen] == 0).any()
+    assert rows.token_masks.seed == 0 and 0 < chosen.mean() < 0.4 and (row["tokens"][chosen] == 0).any()
 
 
 def test_a_bucket_gives_the_rows_of_its_files_and_keeps_no_copy(opened, tmp_path):
