@@ -20,7 +20,7 @@ from gspmd_lm.errors import InputError, StoreFailed
 from gspmd_lm.units import human_duration
 
 MAKING = "making"  # the subfolder of files that are removed when a folder of tokens is complete
-_MOST_OPEN = 128  # files of one folder
+_MOST_OPEN = 128  # files of one folder, because parts of them are read
 _TRIES = 100  # to write a file; each of the other processes may be in the way once or twice
 PATIENCE_S, PAUSE_S = 300.0, 2.0  # how long, and after what pauses, a store that has answered before is asked again
 _log = logging.getLogger(__name__)
@@ -47,8 +47,9 @@ class Folder:
         return _Patience()
 
     @functools.cached_property
-    def _files_kept_open(self) -> "_OpenFiles":
-        return _OpenFiles()
+    def _open(self) -> "Callable[[str], _OpenFile]":
+        """Opens a file, or finds it open. The least recently read one is closed first."""
+        return functools.lru_cache(_MOST_OPEN)(_OpenFile)
 
     def path(self, name: str) -> str:
         """The path or the address of a file, for the user."""
@@ -93,7 +94,7 @@ class Folder:
         Raises StoreFailed if a bucket does not answer for PATIENCE_S.
         """
         if self.is_local:
-            return [self._files_kept_open.read(self.path(name), start, stop) for name, start, stop in spans]
+            return [self._open(self.path(name)).read(start, stop) for name, start, stop in spans]
         if not spans:
             return []
         store, path = self._store
@@ -221,25 +222,12 @@ class _Patience:
         return now - since
 
 
-class _OpenFiles:
-    """Files that are kept open, because parts of them are read. The least recently read one is closed first."""
+class _OpenFile:
+    """A file of which several threads read parts. It is closed once nothing refers to it."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}  # file descriptors; the file that was read last stands last
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._numbers)
+    def __init__(self, path: str) -> None:
+        self._number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._number)
 
-    def read(self, path: str, start: int, stop: int) -> bytes:
-        with self._lock:
-            number = self._numbers.pop(path, None)
-            if number is None:
-                number = os.open(path, os.O_RDONLY)
-                if len(self._numbers) >= _MOST_OPEN:
-                    os.close(self._numbers.pop(next(iter(self._numbers))))
-            self._numbers[path] = number
-            return os.pread(number, stop - start, start)
-
-
-def _close_all(numbers: dict[str, int]) -> None:
-    for number in numbers.values():
-        os.close(number)
+    def read(self, start: int, stop: int) -> bytes:
+        return os.pread(self._number, stop - start, start)
