@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,20 +57,22 @@ def open_images(config: Config, progress: Progress | None = None, known: Sequenc
     needs_pillow()
     data, patches = config.data, config.model.patches
     assert patches
-    notes = corpus.FileNotes()
-    every, named = media.find_both(data, functools.partial(_find_images, data, notes, progress))
-    classes = labelled.order_classes({image.label for image in every}, known)
+    if data.fields:
+        found = media.read_tables(data, ENDINGS, "images", functools.partial(_labelled_image, data), progress)
+    else:
+        found = media.find_both(data, functools.partial(_find_in_folders, progress))
+    classes = labelled.order_classes({image.label for image in found.train}, known)
     if len(classes) != config.model.num_classes:
         raise InputError(
             f"data.source: images of {len(classes):,} classes, and model.classes.count is {config.model.num_classes:,} "
             f"({labelled.about_classes(classes)})\n"
             f"  fix   --set model.classes.count={len(classes)}, or correct the labels"
         )
-    for image in named:
+    for image in found.held_out:
         labelled.check_class(image.label, classes, f"{image.encoded.place}: the class")
     rows = functools.partial(ImageRows, classes=classes, patches=patches, prepared=data.images, seq=data.seq)
-    settings, lines = (patches, data.images, data.seq, classes), [labelled.about_classes(classes), str(notes)]
-    return media.open_rows(data, "images", "images", rows, (every, named), settings, lines, classes)
+    settings, lines = (patches, data.images, data.seq, classes), [labelled.about_classes(classes)]
+    return media.open_rows(data, "images", "images", rows, found, settings, lines, classes)
 
 
 def pixels(encoded: media.Encoded, patches: Patches, prepared: Images) -> np.ndarray:
@@ -157,20 +160,18 @@ def check(place: str, encoded: bytes) -> tuple[int, int]:
     return (height, width) if turned else (width, height)
 
 
-def _check_item(place: str, label: str, encoded: bytes, path: Path | None = None) -> media.Item:
-    check(place, encoded)
-    return media.Item(media.Encoded.of(place, encoded, path), label)
+def _labelled_image(data: Data, table: Path, where: str, record: dict[str, Any]) -> media.Item:
+    """The image of a record, whose header is read, and its label."""
+    encoded, content = media.content_of(table, where, record, data.fields[0], "image")
+    label = str(labelled.label_of(data, record, where))
+    check(encoded.place, content)
+    return media.Item(encoded, label)
 
 
-def _find_images(
-    data: Data, notes: corpus.FileNotes, progress: Progress | None, sources: Sequence[config_data.Source], place: str
+def _find_in_folders(
+    progress: Progress | None, notes: corpus.FileNotes, sources: Sequence[config_data.Source], place: str
 ) -> Iterator[media.Item]:
-    """The images of sources, in the order of the sources and of the names in them. Their headers are read."""
-    if data.fields:
-        for table, where, record in media.records(data, sources, place, ENDINGS, "images", notes, progress):
-            at, held, path = media.content_of(table, where, record, data.fields[0], "image")
-            yield _check_item(at, str(labelled.label_of(data, record, where)), held, path)
-        return
+    """The images of folders, in the order of the sources and of the names in them. Their headers are read."""
     for one in sources:
         if one.weight:
             raise InputError(f"{place}: {one.path}: images have no weights\n  fix   drop the weight")
@@ -202,7 +203,9 @@ def _find_in_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterat
                     f"above {folder}"
                 )
             count += 1
-            yield _check_item(str(path), inside[0], media.bytes_of(path), path)
+            content = media.bytes_of(path)
+            check(str(path), content)
+            yield media.Item(media.Encoded.of(str(path), content, path), inside[0])
     if not count:
         raise InputError(f"{place}: {folder}: no images\n  fix   give files that end in {' '.join(ENDINGS)}")
 
@@ -271,16 +274,25 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
     Raises an InputError that names the place of what is no image, or has no text.
     """
     needs_pillow()
-    data, vision, notes = config.data, config.model.vision, corpus.FileNotes()
+    data, vision = config.data, config.model.vision
     assert vision
     tokens = load_tokenizer(data.tokenizer)
     trained.check_vocabulary(config, tokens.vocab_size)
     encode = _encoding(config, tokens)
-    found = media.find_both(data, functools.partial(_captions, config, encode, notes, progress))
+
+    def caption(table: Path, where: str, record: dict[str, Any]) -> media.Item:
+        name, text_name = data.fields
+        encoded, content = media.content_of(table, where, record, name, "image")
+        check(encoded.place, content)
+        text, _ = labelled.valid(labelled.text_of(record, text_name, encoded.place))
+        ids, was_cut = encode(text)
+        return media.Item(encoded, text=np.asarray(ids, np.int32), cut=was_cut)
+
+    found = media.read_tables(data, ENDINGS, "images", caption, progress)
     settings = vision.patches, data.images, data.seq, config.source_seq, tokens.fingerprint
     settings += (vision.queries, config.model.encoder) * (vision.queries is not None)
     rows = functools.partial(CaptionRows, config=config)
-    return media.open_rows(data, "images", "images with texts", rows, found, settings, [str(notes)])
+    return media.open_rows(data, "images", "images with texts", rows, found, settings)
 
 
 def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[int], bool]]:
@@ -302,22 +314,3 @@ def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[i
         return ids[:most], len(ids) > most
 
     return predict
-
-
-def _captions(
-    config: Config,
-    encode: Callable[[str], tuple[list[int], bool]],
-    notes: corpus.FileNotes,
-    progress: Progress | None,
-    sources: Sequence[config_data.Source],
-    place: str,
-) -> Iterator[media.Item]:
-    """The records of tables, in their order. The headers of their images are read."""
-    found = media.records(config.data, sources, place, ENDINGS, "images", notes, progress)
-    for table, where, record in found:
-        name, text_name = config.data.fields
-        where, held, path = media.content_of(table, where, record, name, "image")
-        check(where, held)
-        text, _ = labelled.valid(labelled.text_of(record, text_name, where))
-        ids, was_cut = encode(text)
-        yield media.Item(media.Encoded.of(where, held, path), text=np.asarray(ids, np.int32), cut=was_cut)

@@ -60,6 +60,17 @@ class Item(NamedTuple):
     prompt: tuple[float, ...] = ()  # x and y of a point, or of both corners of a box, in pixels; (): the mask says it
 
 
+class Found(NamedTuple):
+    """The items of `data.source` and those of `data.held_out`, and what the user is told of their files."""
+
+    train: list[Item]
+    held_out: list[Item]
+    notes: corpus.FileNotes
+
+
+OfRecord = Callable[[Path, str, dict[str, Any]], Item]  # (a table, the place of a record in it, its fields) -> item
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows(abc.ABC):
     """Rows with one image or sound in each, which is decoded when it is read."""
@@ -95,43 +106,50 @@ def bytes_of(path: Path) -> bytes:
         raise InputError(f"{path}: cannot be read ({reason})\n  fix   make it readable, or leave it out") from error
 
 
-def records(
-    data: Data,
-    sources: Sequence[config_data.Source],
-    place: str,
-    endings: Sequence[str],
-    what: str,
-    notes: corpus.FileNotes,
-    progress: Progress | None,
-) -> Iterator[tuple[Path, str, dict[str, Any]]]:
-    """The records of tables, in their order: the file, the place, and the fields. `notes` is told of skipped files, but
-    not of those with `endings`, which tables name. Raises InputError if `data.fields` does not name the fields.
+def find_both(
+    data: Data, find: Callable[[corpus.FileNotes, Sequence[config_data.Source], str], Iterable[Item]]
+) -> Found:
+    """The items that `find` gives for the sources of each setting, whose name it is told, and its notes about files."""
+    notes = corpus.FileNotes()
+    train, held_out = find(notes, data.sources, "data.source"), find(notes, data.held_out_sources, "data.held_out")
+    return Found([*train], [*held_out], notes)
+
+
+def read_tables(data: Data, endings: Sequence[str], what: str, of_record: OfRecord, progress: Progress | None) -> Found:
+    """The items that `of_record` makes of the records of tables, in their order.
+
+    The user is told of skipped files, but not of those with `endings`, which tables name. Raises InputError as
+    `of_record` does, and if `data.fields` does not name the fields.
     """
-    count = 0
-    if not data.fields:
-        raise InputError(f"data.fields: records have {what} and texts\n  fix   set it to the names of both fields")
-    for source in sources:
-        if source.weight:
-            raise InputError(f"{place}: {source.path}: {what} have no weights\n  fix   drop the weight")
-        skipped = corpus.FileNotes()
-        for path in corpus.files([source.path], place, skipped, progress):
-            kind = formats.format_of(path)
-            if not kind or not kind.records:
-                skipped.skip("no table", path)
-                continue
-            for where, record in formats.records(path, [*filter(None, (*data.fields, data.label))]):
-                count += 1
-                if progress and count % NOTED == 0:
-                    progress(f"reading {what} of {path}", 0, 0)
-                yield path, where, record
-        for reason, names in skipped.files.items():
-            for name in names:
-                if not name.lower().endswith(tuple(endings)):
-                    notes.add(reason, name)
+
+    def find(notes: corpus.FileNotes, sources: Sequence[config_data.Source], place: str) -> Iterator[Item]:
+        count = 0
+        if not data.fields:
+            raise InputError(f"data.fields: records have {what} and texts\n  fix   set it to the names of both fields")
+        for source in sources:
+            if source.weight:
+                raise InputError(f"{place}: {source.path}: {what} have no weights\n  fix   drop the weight")
+            skipped = corpus.FileNotes()
+            for path in corpus.files([source.path], place, skipped, progress):
+                kind = formats.format_of(path)
+                if not kind or not kind.records:
+                    skipped.skip("no table", path)
+                    continue
+                for where, record in formats.records(path, [*filter(None, (*data.fields, data.label))]):
+                    count += 1
+                    if progress and count % NOTED == 0:
+                        progress(f"reading {what} of {path}", 0, 0)
+                    yield of_record(path, where, record)
+            for reason, names in skipped.files.items():
+                for name in names:
+                    if not name.lower().endswith(tuple(endings)):
+                        notes.add(reason, name)
+
+    return find_both(data, find)
 
 
-def content_of(table: Path, where: str, record: dict[str, Any], name: str, what: str) -> tuple[str, bytes, Path | None]:
-    """The place and the content of the file that the field `name` of a record holds, and its path if it is named.
+def content_of(table: Path, where: str, record: dict[str, Any], name: str, what: str) -> tuple[Encoded, bytes]:
+    """The file that the field `name` of a record holds, and its content.
 
     The field holds the file's bytes, {bytes}, or its name, as seen from the folder of the table. Raises an InputError
     that names the place if there is no file.
@@ -148,14 +166,7 @@ def content_of(table: Path, where: str, record: dict[str, Any], name: str, what:
             f"{where}: {name} {found}: there is no {what}\n"
             f"  fix   name in data.fields the column with the files of {what}s, their bytes, or {{bytes}}"
         )
-    return where, held, path
-
-
-def find_both(
-    data: Data, found: Callable[[Sequence[config_data.Source], str], Iterable[Item]]
-) -> tuple[list[Item], list[Item]]:
-    """The items `found` in the sources of `data.source`, and those in the sources of `data.held_out`."""
-    return [*found(data.sources, "data.source")], [*found(data.held_out_sources, "data.held_out")]
+    return Encoded.of(where, held, path), held
 
 
 def open_rows(
@@ -163,28 +174,29 @@ def open_rows(
     kind: str,
     what: str,
     rows: Callable[[list[Item]], Rows],
-    found: tuple[list[Item], list[Item]],
+    found: Found,
     settings: Sequence[Any],
-    lines: Sequence[str],
+    lines: Sequence[str] = (),
     classes: tuple[str, ...] = (),
 ) -> Opened:
-    """The rows of the items that `find_both` gave.
+    """The rows of items.
 
     kind: images or sounds. what: the same with their texts or objects, for the user. settings: what the arrays of a row
-    depend on, besides its item. lines: for the user; '' is none. Raises InputError if no item is left to train on.
+    depend on, besides its item. lines: more for the user. Raises InputError if no item is left to train on.
     """
-    train, held_out = _apart(data, *found, kind)
+    train, held_out = _apart(data, found.train, found.held_out, kind)
     facts = hashlib.sha256(repr(settings).encode())
     for one in (*train, *held_out):
         facts.update(one.encoded.sha256 + one.label.encode() + one.text.tobytes())
         if one.mask:
             facts.update(one.mask.sha256 + repr(one.prompt).encode())
     cut = sum(one.cut for one in (*train, *held_out))
-    left_out = len(found[0]) - len(train) if data.held_out_sources else 0
+    left_out = len(found.train) - len(train) if data.held_out_sources else 0
     about = [
         f"texts cut to data.seq={data.seq:,} tokens: {cut:,}" * (cut > 0),
         f"left out of training: {left_out:,} {kind} that are also in data.held_out" * (left_out > 0),
         *lines,
+        str(found.notes),
     ]
     return Opened(
         train=rows(train),

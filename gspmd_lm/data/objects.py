@@ -3,16 +3,16 @@
 import dataclasses
 import functools
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gspmd_lm.config import Config
-from gspmd_lm.config import data as config_data
 from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.config.media import Images, Patches
-from gspmd_lm.data import corpus, images, media, sounds
+from gspmd_lm.data import images, media, sounds
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
 
@@ -108,43 +108,35 @@ def open_objects(config: Config, progress: Progress | None = None) -> media.Open
     Raises an InputError that names the place of what is no image, of a mask that does not fit, or of a wrong prompt.
     """
     images.needs_pillow()
-    data, patches, notes = config.data, config.model.patches, corpus.FileNotes()
+    data, patches = config.data, config.model.patches
     assert patches
-    found = media.find_both(data, functools.partial(_find_objects, config, notes, progress))
-    rows = functools.partial(ObjectRows, patches=patches, prepared=data.images, seq=data.seq, prompt=data.prompt)
-    settings = patches, data.images, data.seq, data.prompt
-    return media.open_rows(data, "images", "objects in images", rows, found, settings, [str(notes)])
-
-
-def _find_objects(
-    config: Config,
-    notes: corpus.FileNotes,
-    progress: Progress | None,
-    sources: Sequence[config_data.Source],
-    place: str,
-) -> Iterator[media.Item]:
-    """The records of tables, in their order. The headers of their images and masks are read."""
-    fields = config.data.fields
-    if not fields:
+    if not data.fields:
         raise InputError(
             "data.fields: records have an image, the mask of an object, and maybe a prompt\n"
             "  fix   --set data.fields=[image, mask], or [image, mask, prompt], with the data's own names"
         )
-    found = media.records(config.data, sources, place, images.ENDINGS, "images", notes, progress)
-    for table, where, record in found:
-        encoded, sizes = [], []
-        for name, what in zip(fields, ("image", "mask"), strict=False):
-            at, held, path = media.content_of(table, where, record, name, what)
-            sizes.append(images.check(at, held))
-            encoded.append(media.Encoded.of(at, held, path))
-        if sizes[0] != sizes[1]:
-            of_image, of_mask = (" x ".join(map(str, size)) for size in sizes)
-            raise InputError(
-                f"{encoded[1].place}: the mask has {of_mask} pixels, and its image {of_image}\n"
-                "  fix   give a mask of the size of its image"
-            )
-        prompt = _prompt(record, fields[2], sizes[0], where) if len(fields) > 2 else ()
-        yield media.Item(encoded[0], mask=encoded[1], prompt=prompt)
+    found = media.read_tables(data, images.ENDINGS, "images", functools.partial(_object, data.fields), progress)
+    rows = functools.partial(ObjectRows, patches=patches, prepared=data.images, seq=data.seq, prompt=data.prompt)
+    settings = patches, data.images, data.seq, data.prompt
+    return media.open_rows(data, "images", "objects in images", rows, found, settings)
+
+
+def _object(fields: Sequence[str], table: Path, where: str, record: dict[str, Any]) -> media.Item:
+    """The image of a record, the mask of an object in it, and its prompt. The headers of both files are read."""
+    both, sizes = [], []
+    for name, what in zip(fields, ("image", "mask"), strict=False):
+        encoded, content = media.content_of(table, where, record, name, what)
+        sizes.append(images.check(encoded.place, content))
+        both.append(encoded)
+    image, mask = both
+    if sizes[0] != sizes[1]:
+        of_image, of_mask = (" x ".join(map(str, size)) for size in sizes)
+        raise InputError(
+            f"{mask.place}: the mask has {of_mask} pixels, and its image {of_image}\n"
+            "  fix   give a mask of the size of its image"
+        )
+    prompt = _prompt(record, fields[2], sizes[0], where) if len(fields) > 2 else ()
+    return media.Item(image, mask=mask, prompt=prompt)
 
 
 def _prompt(record: dict[str, Any], name: str, size: tuple[int, int], where: str) -> tuple[float, ...]:

@@ -5,15 +5,16 @@ import dataclasses
 import functools
 import io
 import wave
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gspmd_lm import files
 from gspmd_lm.config import Config, ModelConfig
-from gspmd_lm.config import data as config_data
 from gspmd_lm.config.media import WINDOW
-from gspmd_lm.data import corpus, labelled, media, trained
+from gspmd_lm.data import labelled, media, trained
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
 from gspmd_lm.errors import InputError
@@ -73,40 +74,32 @@ def open_sounds(config: Config, progress: Progress | None = None) -> media.Opene
     Raises an InputError that names the place of a sound that is no wav file, is empty or too long, has another rate, or
     has a text that is too long.
     """
-    data, model, notes = config.data, config.model, corpus.FileNotes()
+    data, model = config.data, config.model
     tokens = load_tokenizer(data.tokenizer)
     trained.check_vocabulary(config, tokens.vocab_size)
-    found = media.find_both(data, functools.partial(_find_sounds, config, tokens, notes, progress))
+    found = media.read_tables(data, (".wav",), "sounds", functools.partial(_sound, config, tokens), progress)
     rows = functools.partial(SoundRows, seq=data.seq, source_seq=config.source_seq, model=model)
     settings = sizes(model), model.encoder, data.seq, config.source_seq
-    return media.open_rows(data, "sounds", "sounds", rows, found, settings, [str(notes)])
+    return media.open_rows(data, "sounds", "sounds", rows, found, settings)
 
 
-def _find_sounds(
-    config: Config,
-    tokens: Tokenizer,
-    notes: corpus.FileNotes,
-    progress: Progress | None,
-    sources: Sequence[config_data.Source],
-    place: str,
-) -> Iterator[media.Item]:
-    """The sounds in the records of tables, in their order. All are read once, for their sizes and what they hold."""
+def _sound(config: Config, tokens: Tokenizer, table: Path, where: str, record: dict[str, Any]) -> media.Item:
+    """The sound of a record and its text. It is read once, for its size and what it holds."""
     data, model = config.data, config.model
     assert model.encoder
-    for table, where, record in media.records(data, sources, place, (".wav",), "sounds", notes, progress):
-        name, text_name = data.fields
-        where, held, path = media.content_of(table, where, record, name, "sound")
-        samples(where, held, sizes(model)[0])
-        text, _ = labelled.valid(labelled.text_of(record, text_name, where))
-        ids = np.asarray([*model.encoder.first_tokens, *tokens.encode(text.encode()), tokens.end], np.int32)
-        if len(ids) > data.seq:
-            longer = f"set data.seq to {len(ids):,}" if len(ids) <= model.context else "cut the sound and its text"
-            raise InputError(
-                f"{where}: {text_name}: {len(ids):,} tokens, first and last ones included, are more than "
-                f"data.seq={data.seq:,} (model.context={model.context:,})\n"
-                f"  fix   {longer}, or leave the record out"
-            )
-        yield media.Item(media.Encoded.of(where, held, path), text=ids)
+    name, text_name = data.fields
+    encoded, content = media.content_of(table, where, record, name, "sound")
+    samples(encoded.place, content, sizes(model)[0])
+    text, _ = labelled.valid(labelled.text_of(record, text_name, encoded.place))
+    ids = np.asarray([*model.encoder.first_tokens, *tokens.encode(text.encode()), tokens.end], np.int32)
+    if len(ids) > data.seq:
+        longer = f"set data.seq to {len(ids):,}" if len(ids) <= model.context else "cut the sound and its text"
+        raise InputError(
+            f"{encoded.place}: {text_name}: {len(ids):,} tokens, first and last ones included, are more than "
+            f"data.seq={data.seq:,} (model.context={model.context:,})\n"
+            f"  fix   {longer}, or leave the record out"
+        )
+    return media.Item(encoded, text=ids)
 
 
 def read_sound_frames(name: str, model: ModelConfig) -> np.ndarray:
