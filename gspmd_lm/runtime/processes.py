@@ -13,14 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from gspmd_lm.errors import FAILED, STOPPED, InputError
 from gspmd_lm.runtime import endings
-from gspmd_lm.runtime.rendezvous import read_line, send
+from gspmd_lm.runtime.rendezvous import Say, read_line, send
 
 CONNECT_S = 20  # to connect to the first process
 LAST_S = 3  # how long the first process stays after it failed, so that the others can end
@@ -62,54 +62,47 @@ def count() -> int:
     return int(distributed.global_state.num_processes or 1)
 
 
-def from_first(value: Any) -> Any:
+def from_first(value: Any, say: Say = lambda _: None) -> Any:
     """The JSON value that the first process passed, on every process. The values of the others are ignored.
 
-    Like `compare`, it waits without a limit. A collective on the CPU would give up after 30 seconds.
+    It waits without a limit, where a collective on the CPU would give up after 30 seconds. `say` is told so.
     """
     if not several():
         return value
     key = next_key("first")
     if jax.process_index():
-        return json.loads(_value(key, 0))
+        return json.loads(_value(key, 0, say))
     client().key_value_set(key, json.dumps(value))
     return value
 
 
-def gather(value: Any) -> list[Any]:
-    """The JSON values that all processes passed, on the first process; [] on the others, which do not wait."""
+def gather(value: Any, say: Say = lambda _: None) -> list[Any]:
+    """The JSON values that all processes passed, on the first process; [] on the others, which do not wait.
+
+    `say` is told for which process the first one waits.
+    """
     if not several():
         return [value]
     name = next_key("gathered")
     if jax.process_index():
         client().key_value_set(f"{name}/{jax.process_index()}", json.dumps(value))
         return []
-    return [value, *(json.loads(_value(f"{name}/{other}", other)) for other in range(1, jax.process_count()))]
+    return [value, *(json.loads(_value(f"{name}/{other}", other, say)) for other in range(1, jax.process_count()))]
 
 
-def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: None) -> None:
+def compare(facts: Mapping[str, Any], say: Say = lambda _: None) -> None:
     """Returns when all processes have passed equal facts (mappings of plain values, which may be empty).
 
     `say` is told for which processes this one waits. Raises an InputError on all of them that lists every difference.
     """
-    if not several():
-        return
-    name, store = next_key("facts"), client()
     mine = dict(_flat(facts))
-    if jax.process_index():
-        store.key_value_set(f"{name}/{jax.process_index()}", json.dumps(mine))
-        differences = json.loads(_value(f"{name}/differences", 0, say))
-    else:
-        differences = []
-        for other in range(1, jax.process_count()):
-            theirs = json.loads(_value(f"{name}/{other}", other, say))
-            differences += [
-                f"  {field}: {_show_facts(mine, field)} in process 0, {_show_facts(theirs, field)} in process {other}"
-                for field in sorted(mine.keys() | theirs.keys())
-                if _show_facts(mine, field) != _show_facts(theirs, field)
-            ]
-        store.key_value_set(f"{name}/differences", json.dumps(differences))
-    if differences:
+    differences = [
+        f"  {field}: {_show_facts(mine, field)} in process 0, {_show_facts(theirs, field)} in process {other}"
+        for other, theirs in enumerate(gather(mine, say))
+        for field in sorted(mine.keys() | theirs.keys())
+        if _show_facts(mine, field) != _show_facts(theirs, field)
+    ]
+    if differences := from_first(differences, say):
         raise InputError(
             "\n".join(["the processes of this run were given different inputs", *differences[:20]])
             + "\n  fix   start all of them with the same command, files and versions"
@@ -123,7 +116,7 @@ def next_key(what: str) -> str:
     return f"gspmd_lm/{what}/{_calls}"
 
 
-def _value(key: str, process: int, say: Callable[[str], None] = lambda _: None) -> str:
+def _value(key: str, process: int, say: Say = lambda _: None) -> str:
     """The value that another process stores under `key`, as soon as it is there. Ctrl-C ends the waiting."""
     next_report_s = time.monotonic() + 30
     while (value := read_stored(key)) is None:
@@ -165,7 +158,7 @@ def _show_facts(facts: Mapping[str, Any], field: str) -> str:
 # How the end of another process is noticed
 
 
-def watch(say: Callable[[str], None] = lambda _: None) -> None:
+def watch(say: Say = lambda _: None) -> None:
     """Watches the other processes: if one dies, this one ends with FAILED, and if one fails, with that one's code.
 
     The others hear it when this one ends.
