@@ -9,7 +9,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
 from gspmd_lm.errors import InputError, RunFailed
 
 NICE = 5  # training goes first
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ def chunks(work: Work, encoder: Tokenizer, unit: Unit, skipped: int) -> Iterator
     began, is_open = time.perf_counter(), False  # whether a text is begun, whose next sections are to come
     documents_of_unit = work.source.read(SourcePart("", unit.files))
     batches = making.read_ahead(making.batches(documents_of_unit, unit.size_bytes, work.chunk_bytes))
-    for number, (documents, is_last) in enumerate(_mark_last(one for one, _ in batches)):
+    for number, (documents, _, is_last) in enumerate(batches):
         if number < skipped:
             is_open = bool(documents) and isinstance(last := documents[-1][0], Section) and last.goes_on
             continue
@@ -87,15 +86,6 @@ def chunks(work: Work, encoder: Tokenizer, unit: Unit, skipped: int) -> Iterator
         said = str(notes) if notes and is_last else ""
         yield Chunk(tokens, is_last, time.perf_counter() - began, replaced, said)
         began = time.perf_counter()
-
-
-def _mark_last(items: Iterator[T]) -> Iterator[tuple[T, bool]]:
-    """The items, of which there is at least one, each with whether it is the last one."""
-    before = next(items)
-    for item in items:
-        yield before, False
-        before = item
-    yield before, True
 
 
 class Answers:

@@ -229,7 +229,7 @@ class _Work:
         notes.files.clear()
         versions = [file.current_version() for file in unit.files]
         part = SourcePart(unit.split, unit.files)
-        for batch, done_bytes in read_ahead(batches(self.source.read(part), unit.size_bytes, BATCH_BYTES)):
+        for batch, done_bytes, _ in read_ahead(batches(self.source.read(part), unit.size_bytes, BATCH_BYTES)):
             if not counts["documents"] and batch and isinstance(first := batch[0][0], Section):
                 for one in made.values():
                     one.resumes = first.resumes
@@ -410,8 +410,8 @@ class _Claims:
 
 def batches(
     documents: Iterable[tuple[bytes, int]], total_bytes: int, least_bytes: int
-) -> Iterator[tuple[list[tuple[bytes, int]], int]]:
-    """Yields lists of documents, each with its hash, and the bytes of files read so far.
+) -> Iterator[tuple[list[tuple[bytes, int]], int, bool]]:
+    """Yields lists of documents, each with its hash; the bytes of files read so far; and whether a list is the last.
 
     A list has at least so many bytes of documents, but for the last one.
     """
@@ -420,9 +420,9 @@ def batches(
         batch.append((document, _hash(document)))
         size_bytes += len(document)
         if size_bytes >= least_bytes:
-            yield batch, done_bytes
+            yield batch, done_bytes, False
             batch, size_bytes = [], 0
-    yield batch, total_bytes
+    yield batch, total_bytes, True
 
 
 def read_ahead(items: Iterator[T]) -> Iterator[T]:
