@@ -216,47 +216,41 @@ def open_source(
     uncopied = None if hashed else {}
     held_out = _files_of(data.held_out_sources, "data.held_out", columns, notes, progress, uncopied)
     kept_out = {path.resolve() for path, _ in held_out}
-    groups = [(one,) for one in data.sources] if data.sources[0].weight else [data.sources]
-    files_of_groups = []
-    for group in groups:
-        paths = []
-        for path, field in _files_of(group, "data.source", columns, notes, progress, uncopied):
-            if path.resolve() in kept_out:
-                far = (uncopied or {}).get(path)
-                notes.skip("held out", far.address if far else path)
-            else:
-                paths.append((path, field))
-        files_of_groups.append(paths)
-    every = [one for paths in (*files_of_groups, held_out) for one in paths]
+    listed = []
+    for group in [(one,) for one in data.sources] if data.sources[0].weight else [data.sources]:
+        found = _files_of(group, "data.source", columns, notes, progress, uncopied)
+        for path in [path for path, _ in found if path.resolve() in kept_out]:
+            notes.skip("held out", uncopied[path].address if uncopied and path in uncopied else path)
+        listed.append((group, [one for one in found if one[0].resolve() not in kept_out]))
+    listed.append((data.held_out_sources, held_out))
+    every = [one for _, paths in listed for one in paths]
     if of_record:
         _check_records(data, [path for path, _ in every])
-    read = _hash(every, notes, progress) if uncopied is None else _list_files(every, notes, uncopied)
-    found = iter(read)
+    read = iter(_hash(every, notes, progress) if uncopied is None else _list_files(every, notes, uncopied))
     parts = []
-    for group, paths in zip([*groups, data.held_out_sources], [*files_of_groups, held_out], strict=True):
-        files = tuple(file for _ in paths if (file := next(found)))
+    for group, paths in listed:
+        files = tuple(file for _ in paths if (file := next(read)))
         name = ", ".join(one.path for one in group)
         if not files and group:
             place = "data.held_out" if group == data.held_out_sources else "data.source"
             skipped = str(notes).replace("\n", "\n  ")
             raise InputError(f"{place}: {name}: nothing to read\n  {skipped}\n  fix   name other files")
         parts.append(SourcePart(name, files, group[0].weight if group else None))
-    held_out_part = parts.pop()
     total = hashlib.sha256()
-    for part in [*parts, held_out_part]:
+    for part in parts:
         total.update(f"part of {len(part.files)}\n".encode())
         for file in part.files:
             total.update(file.facts(of_record is not None).encode())
-    size_bytes = sum(file.size_bytes for part in [*parts, held_out_part] for file in part.files)
-    count = sum(len(part.files) for part in [*parts, held_out_part])
-    name = " and ".join(filter(None, [*(part.name for part in parts), held_out_part.name]))
-    sums = f"{'sha256' if hashed else 'version'} {total.hexdigest()[:12]}"
-    description = f"{name}: {plural(count, 'file')}, {size_bytes / 1e6:,.1f} MB, {sums}"
+    count = plural(sum(len(part.files) for part in parts), "file")
+    size_bytes, sums = sum(part.size_bytes for part in parts), "sha256" if hashed else "version"
+    name = " and ".join(filter(None, (part.name for part in parts)))
+    description = f"{name}: {count}, {size_bytes / 1e6:,.1f} MB, {sums} {total.hexdigest()[:12]}"
+    *train, apart = parts
     return DocumentSource(
         description.replace("stdlib: ", "the standard library's "),
         str(notes),
-        tuple(parts),
-        held_out_part if held_out_part.files else None,
+        tuple(train),
+        apart if apart.files else None,
         total.hexdigest(),
         of_record,
         columns,
