@@ -80,10 +80,12 @@ class Agreement:
         """Agrees on one thing after the other, until the context is left."""
         try:
             for number in itertools.count():
-                thing = self._next(f"{name}/{number}/thing")
+                self._key = f"{name}/{number}/thing"
+                thing = self._wait_for(self._key, _LONG_MS)
+                if thing is None or thing == _LEAVING:
+                    return
                 with self._standing:
-                    farthest = self._farthest(f"{name}/{number}") if thing else None
-                    if thing is None or farthest is None:
+                    if (farthest := self._farthest(f"{name}/{number}")) is None:
                         return
                     self._agreed.append((farthest + 1, thing))
                     self._wanted.pop(thing, None)
@@ -92,12 +94,11 @@ class Agreement:
         except Exception as error:
             self._error = error  # the main thread raises it
 
-    def _next(self, key: str) -> str | None:
-        """The thing that some process wants first; None when the context is left."""
-        self._key = key
+    def _wait_for(self, key: str, wait_ms: int = processes.POLL_MS) -> str | None:
+        """The value that some process stores under a key, as soon as it is there; None when the context is left."""
         while not self._left.is_set():
-            if (thing := processes.read_stored(key, _LONG_MS)) is not None:
-                return None if thing == _LEAVING else thing
+            if (value := processes.read_stored(key, wait_ms)) is not None:
+                return value
         return None
 
     def _announce(self) -> None:
@@ -115,16 +116,10 @@ class Agreement:
         """The step of the process that is farthest; None when the context is left."""
         processes.client().key_value_set(f"{key}/{jax.process_index()}", str(self._at))
         if jax.process_index() == 0:
-            steps = [self._stored_step(f"{key}/{process}") for process in range(jax.process_count())]
-            known = [step for step in steps if step is not None]
+            steps = [self._wait_for(f"{key}/{process}") for process in range(jax.process_count())]
+            known = [int(step) for step in steps if step is not None]
             if len(known) < len(steps):
                 return None
             processes.client().key_value_set(f"{key}/farthest", str(max(known)))
-        return self._stored_step(f"{key}/farthest")
-
-    def _stored_step(self, key: str) -> int | None:
-        """The step under a key, as soon as it is there; None when the context is left."""
-        while not self._left.is_set():
-            if step := processes.read_stored(key):
-                return int(step)
-        return None
+        farthest = self._wait_for(f"{key}/farthest")
+        return None if farthest is None else int(farthest)

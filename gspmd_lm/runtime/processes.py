@@ -28,7 +28,7 @@ CAUSE_S = 2  # after a failure here, how long the end of another process may tak
 GRACE_S = 10  # how long a process has to end by its own error after it heard that another one failed
 HEARTBEAT_S = 3600  # until jax gives up a process, even one that is only stopped
 SILENT_HOST_S = 30  # until the connection to a host that vanished counts as closed
-_POLL_MS = 1000
+POLL_MS = 1000
 _HELLO = {"secret": str, "process": int, "host": str, "pid": int}  # what a process says when it connects
 _NOTICE = {"code": int, "message": str, "process": int}  # what it says when it leaves
 
@@ -126,7 +126,7 @@ def _value(key: str, process: int, say: Say = lambda _: None) -> str:
     return value
 
 
-def read_stored(key: str, wait_ms: int = _POLL_MS) -> str | None:
+def read_stored(key: str, wait_ms: int = POLL_MS) -> str | None:
     """The value that is stored under `key` within `wait_ms`; None if there is none."""
     try:
         return client().blocking_key_value_get(key, wait_ms)
