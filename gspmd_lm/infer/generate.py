@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -216,19 +216,19 @@ class Generator:
         given = given_tokens(self.programs.config)
         assert sizes.hold(longest, given + new_tokens), (longest, new_tokens, sizes)
         follows = not (self.programs.model.encoder or self.programs.model.vision)  # a text goes on from its prompt
-        spelling = _Spelling(
-            self.tokenizer,
-            stops,
-            special_stops(stops, self.tokenizer, special),
-            frozenset((self.tokenizer.end,) if ends is None else ends),
-            special,
-            new_tokens,
-        )
+        reasons = dict.fromkeys(special_stops(stops, self.tokenizer, special), "stop")
+        reasons |= dict.fromkeys((self.tokenizer.end,) if ends is None else ends, "end")
         for first in range(0, len(prompts), sizes.rows):
             batch = prompts[first : first + sizes.rows]
             texts = [
-                _Completion(first_number + first + i, prompt if follows else (), spelling)
-                for i, prompt in enumerate(batch)
+                _Completion(
+                    number,
+                    Detokenizer(self.tokenizer, prompt if follows else (), special),
+                    Stops(stops),
+                    reasons,
+                    new_tokens,
+                )
+                for number, prompt in enumerate(batch, first_number + first)
             ]
             choices = self._choices(batch, first_number + first, given + new_tokens, sampling, texts)
             for choice in itertools.islice(choices, given, None):
@@ -310,51 +310,43 @@ def to_devices(x: np.ndarray, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-class _Spelling(NamedTuple):
-    """How tokens become texts, and where these end."""
-
-    tokenizer: Tokenizer
-    stops: Sequence[str]
-    stop_ids: Collection[int]
-    ends: Collection[int]
-    special: bool  # whether special tokens are shown
-    new_tokens: int
-
-
+@dataclasses.dataclass
 class _Completion:
     """The text after one prompt while it grows."""
 
-    def __init__(self, number: int, prompt: Sequence[int], spelling: _Spelling):
-        self.number, self.result = number, None
-        self._spelling = spelling
-        self._detokenizer = Detokenizer(spelling.tokenizer, prompt, spelling.special)
-        self._stops = Stops(spelling.stops)
-        self._tokens: list[int] = []
-        self._text, self._gap = "", float("inf")
+    number: int
+    detokenizer: Detokenizer
+    stops: Stops
+    reasons: Mapping[int, str]  # a token that ends the text -> why: end or stop
+    new_tokens: int
+    result: Result | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    gap: float = float("inf")
 
     def add(self, token: int, gap: float) -> TextChunk:
         """The chunk that the token adds, with the result if the text ends with it."""
-        self._gap = min(self._gap, gap)
-        if token in self._spelling.ends:
-            return self._end("", "end")
-        self._tokens.append(token)
-        if token in self._spelling.stop_ids:
-            return self._end("", "stop")
-        text, stopped = self._stops.add(self._detokenizer.add(token), self._detokenizer.pending_text)
+        self.gap, reason = min(self.gap, gap), self.reasons.get(token, "")
+        if reason == "end":
+            return self._end("", reason)
+        self.tokens.append(token)
+        if reason:
+            return self._end("", reason)
+        text, stopped = self.stops.add(self.detokenizer.add(token), self.detokenizer.pending_text)
         if stopped:
             return self._end(text, "stop", whole=True)
-        if len(self._tokens) == self._spelling.new_tokens:
+        if len(self.tokens) == self.new_tokens:
             return self._end(text, "length")
-        self._text += text
+        self.text += text
         return TextChunk(self.number, text)
 
     def _end(self, chunk: str, reason: str, whole: bool = False) -> TextChunk:
         if not whole:
-            more, stopped = self._stops.add(self._detokenizer.rest())
-            chunk += more if stopped else more + self._stops.rest()
+            more, stopped = self.stops.add(self.detokenizer.rest())
+            chunk += more if stopped else more + self.stops.rest()
             reason = "stop" if stopped else reason
-        self._text += chunk
-        self.result = Result(self._text, self._tokens, reason, self._gap)
+        self.text += chunk
+        self.result = Result(self.text, self.tokens, reason, self.gap)
         return TextChunk(self.number, chunk, self.result)
 
 

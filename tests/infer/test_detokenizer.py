@@ -172,7 +172,7 @@ def test_stop_strings_span_tokens_and_are_not_printed(strings, pieces, wanted, e
 def test_a_stop_string_may_come_with_the_last_token_that_there_is_room_for():
     """Half a character is shown as U+FFFD when nothing follows."""
     bytes_ = tokenizer.load_tokenizer("bytes")
-    text = generate._Completion(0, (), generate._Spelling(bytes_, ("\ufffd",), (), (), special=False, new_tokens=2))
+    text = generate._Completion(0, Detokenizer(bytes_, ()), Stops(["\ufffd"]), {}, new_tokens=2)
     assert text.add(ord("a"), 1.0).result is None
     result = text.add("é".encode()[0], 1.0).result
     assert result and (result.text, result.finish_reason) == ("a", "stop")
