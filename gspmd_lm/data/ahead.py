@@ -221,14 +221,15 @@ class AheadRows:
             for lane, opened in [*self._open.items()]
         }
 
-    def rate(self) -> tuple[float, int]:
-        """How many tokens a second the processes here can make, and how many processes there are."""
-        measured = [process for process in self.processes if process.taken_s]
-        return sum(one.tokens / one.taken_s for one in measured), len(self.processes)
-
-    def share(self) -> float:
-        """The share of each batch that this process reads."""
-        return len(self._open) / self.lanes
+    def describe_rate(self, step_s: float) -> str:
+        """How fast the processes here can make tokens, and how fast steps of `step_s` seconds use them."""
+        rate = sum(one.tokens / one.taken_s for one in self.processes if one.taken_s)
+        needed = self.batch * len(self._open) / self.lanes * self.seq / step_s  # of the rows that this process reads
+        count = len(self.processes)
+        return (
+            f"tokenized ahead: up to {human_short(rate)} tokens/s by {count} process{'es' * (count != 1)} here; the "
+            f"steps need {human_short(needed)} tokens/s"
+        )
 
     def close(self) -> None:
         """Ends the processes. A thread that waits for one of them gets an error."""
@@ -268,17 +269,9 @@ class AheadLoader(Loader):
                 yield found
                 used_s.append(time.perf_counter() - began)
                 if len(used_s) == _RATE_STEPS:
-                    self.say(self._describe_rate(sum(used_s[1:]) / (_RATE_STEPS - 1)))
+                    self.say(self.rows.describe_rate(sum(used_s[1:]) / (_RATE_STEPS - 1)))
         finally:
             self.rows.close()
-
-    def _describe_rate(self, step_s: float) -> str:
-        rate, count = self.rows.rate()
-        needed = self.rows.batch * self.rows.share() * self.rows.seq / step_s
-        return (
-            f"tokenized ahead: up to {human_short(rate)} tokens/s by {count} process{'es' * (count != 1)} here; the "
-            f"steps need {human_short(needed)} tokens/s"
-        )
 
     def positions(self, step: int) -> dict[str, Any]:
         """Where this process stands in the source before a step: small JSON, which a checkpoint keeps."""
