@@ -25,7 +25,7 @@ def explain_layout(subject: Subject, inputs: Inputs, say: Say) -> dict[str, Any]
     """The compiled figures of a layout, its timeline and its whole report as pages. Raises as `explain` does."""
     began = time.monotonic()
     target = targets.parse(inputs.target)
-    computed = subject.resolve(inputs)
+    computed = subject.resolve(inputs.config, inputs.overrides)
     if not isinstance(computed, Config | Task):
         found = explain.report_of_step(computed.step, inputs.target, say)
     else:

@@ -1,6 +1,7 @@
 """What a workbench shows of a layout, as plain values: worked out from shapes, in a process that has jax."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,17 +56,18 @@ class Figures:
 
     def __init__(self, subject: Subject):
         self.subject = subject
-        self._steps: dict[str, dict[str, Any]] = {}  # by target
-        self._layers: dict[tuple[str, ...], dict[str, Any]] = {}
-        self._traces: dict[tuple[Any, ...], TraceCache] = {}
-        self._estimators: dict[tuple[Any, ...], tuple[Estimator, tuple[str, ...]]] = {}
+        self._layout = functools.lru_cache(1)(self._read_layout)  # its layer needs it again
+        self._layer = functools.lru_cache(MOST_LAYERS)(self._read_layer)
+        self._step = functools.lru_cache(MOST_TARGETS)(self._read_step)
+        self._trace_cache = functools.lru_cache(MOST_TASKS)(self._make_trace_cache)
+        self._estimator = functools.lru_cache(MOST_TARGETS)(self._make_estimator)
 
     def estimate(self, inputs: Inputs) -> dict[str, Any]:
         """The problems of a layout and, where it can be estimated, all that is shown of it but its layer."""
         try:
             if not inputs.editable:
-                return {"problems": [], "shown": self._show_step(inputs)}
-            layout, known = self.layout(inputs), rows.lines(inputs.text)
+                return {"problems": [], "shown": self._step(inputs)}
+            layout, known = self._layout(inputs), rows.lines(inputs.text)
             problems = [_describe(str(one), one, inputs, known) for one in layout.warnings]
             return {"problems": problems, "shown": self.show(layout, known)}
         except InputError as error:
@@ -74,28 +76,14 @@ class Figures:
     def trace(self, inputs: Inputs, pinned: Inputs | None = None) -> dict[str, Any]:
         """The layer of a layout that can be estimated, and its changes against a pinned one."""
         if not inputs.editable:
-            return {"shown": {"layer": self._show_step(inputs)["layer"], "changes": None}}
-        layout = self.layout(inputs)
-        devices = layout.estimator.overlap.devices or simulated_devices(layout.target.devices)
-        shown: dict[str, Any] = {"layer": None, "changes": None}
-        if devices:
-            shown["layer"] = self._layer(layout, devices, inputs)
-        else:
+            return {"shown": {"layer": self._step(inputs)["layer"], "changes": None}}
+        layout, layer = self._layout(inputs), self._layer(inputs)
+        shown: dict[str, Any] = {"layer": layer, "changes": None}
+        if layer is None:
             shown["layer_not_known"] = f"the layer: it is traced for up to {SIMULATED} simulated devices"
         if pinned and pinned != inputs:
-            shown["changes"] = list_changes(self.layout(pinned), layout)
+            shown["changes"] = list_changes(self._layout(pinned), layout)
         return {"shown": shown}
-
-    def layout(self, inputs: Inputs) -> Layout:
-        """The layout of some inputs. Raises InputError for everything that is wrong with it, as `explain` does."""
-        target = targets.parse(inputs.target)
-        traces = self._trace_cache(inputs)
-        task = traces.task
-        rules = rules_file.from_text(inputs.text, inputs.path, vocabulary=task.names)
-        rules = explain.settle_layout(task, rules, target)
-        arrays, warnings = state.arrays_and_warnings(task, rules, target.platform)
-        estimator, not_known = self._estimator(traces, target)
-        return Layout(task, target, rules, arrays, warnings, estimator, not_known)
 
     def show(self, layout: Layout, known: Mapping[str, int]) -> dict[str, Any]:
         """What is shown of a layout. known: the lines of the keys of its rules."""
@@ -109,56 +97,53 @@ class Figures:
             "names": describe_names(layout.task.names),
         }
 
-    def _layer(self, layout: Layout, devices: Sequence[Any], inputs: Inputs) -> dict[str, Any]:
-        """The layer of a layout, which is traced if it is none of the last ones."""
-        key = inputs.config, *inputs.overrides, inputs.target, inputs.text
-        if key not in self._layers:
-            built = step.build_step(layout.task, layout.rules, layout.arrays, devices)
-            self._layers[key] = read_layer(built, layout.estimator, rows.lines(inputs.text))
-            for old in [*self._layers][:-MOST_LAYERS]:
-                del self._layers[old]
-        return self._layers[key]
+    def _read_layout(self, inputs: Inputs) -> Layout:
+        """The layout of some inputs. Raises InputError for everything that is wrong with it, as `explain` does."""
+        target = targets.parse(inputs.target)
+        traces = self._trace_cache(inputs.config, inputs.overrides)
+        task = traces.task
+        rules = rules_file.from_text(inputs.text, inputs.path, vocabulary=task.names)
+        rules = explain.settle_layout(task, rules, target)
+        arrays, warnings = state.arrays_and_warnings(task, rules, target.platform)
+        estimator, not_known = self._estimator(traces, target)
+        return Layout(task, target, rules, arrays, warnings, estimator, not_known)
 
-    def _show_step(self, inputs: Inputs) -> dict[str, Any]:
+    def _read_layer(self, inputs: Inputs) -> dict[str, Any] | None:
+        """The layer of a layout, which is traced; None where it has more devices than can be simulated."""
+        layout = self._layout(inputs)
+        devices = layout.estimator.overlap.devices or simulated_devices(layout.target.devices)
+        if not devices:
+            return None
+        built = step.build_step(layout.task, layout.rules, layout.arrays, devices)
+        return read_layer(built, layout.estimator, rows.lines(inputs.text))
+
+    def _read_step(self, inputs: Inputs) -> dict[str, Any]:
         """All that is shown of a step of one's own."""
-        computed, target = self.subject.resolve(inputs), targets.parse(inputs.target)
+        computed = self.subject.resolve(inputs.config, inputs.overrides)
+        target = targets.parse(inputs.target)
         if isinstance(computed, Config | Task):
             raise InputError(f"{inputs.program}: a model needs rules\n  fix   --rules=FILE")
-        key = target.text
-        if key not in self._steps:
-            devices = simulated_devices(target.devices) if target.chip is None else targets.devices(target)
-            self._steps[key] = show_step(computed, target, devices)
-        return self._steps[key]
+        devices = simulated_devices(target.devices) if target.chip is None else targets.devices(target)
+        return show_step(computed, target, devices)
 
-    def _trace_cache(self, inputs: Inputs) -> TraceCache:
-        key = inputs.config, *inputs.overrides
-        if key not in self._traces:
-            computed = self.subject.resolve(inputs)
-            if not isinstance(computed, Config | Task):
-                raise InputError(
-                    f"{inputs.program}: a step of one's own brings its shardings\n  fix   leave out --rules"
-                )
-            self._traces[key] = TraceCache(decoder.task(computed))
-            for old in [*self._traces][:-MOST_TASKS]:
-                del self._traces[old]
-        return self._traces[key]
+    def _make_trace_cache(self, config: str, overrides: tuple[str, ...]) -> TraceCache:
+        computed = self.subject.resolve(config, overrides)
+        if not isinstance(computed, Config | Task):
+            raise InputError(
+                f"{self.subject.name}: a step of one's own brings its shardings\n  fix   leave out --rules"
+            )
+        return TraceCache(decoder.task(computed))
 
-    def _estimator(self, traces: TraceCache, target: Target) -> tuple[Estimator, tuple[str, ...]]:
+    def _make_estimator(self, traces: TraceCache, target: Target) -> tuple[Estimator, tuple[str, ...]]:
         """The estimator of a target, and what it does not know."""
-        key = id(traces), target.text
-        if key not in self._estimators:
-            not_known: tuple[str, ...] = ()
-            if target.chip is None:
-                not_known = (f"times, MFU and price: {explain.NOT_ON_CPU}",)
-            try:
-                made = Estimator(traces.task, target, traces)
-            except InputError as error:  # the links of a target are asked of its compiler
-                not_known = (f"times, MFU and price: {error}",)
-                made = Estimator(traces.task, dataclasses.replace(target, chip=None), traces)
-            self._estimators[key] = made, not_known
-            for old in [*self._estimators][:-MOST_TARGETS]:
-                del self._estimators[old]
-        return self._estimators[key]
+        not_known: tuple[str, ...] = ()
+        if target.chip is None:
+            not_known = (f"times, MFU and price: {explain.NOT_ON_CPU}",)
+        try:
+            return Estimator(traces.task, target, traces), not_known
+        except InputError as error:  # the links of a target are asked of its compiler
+            not_known = (f"times, MFU and price: {error}",)
+            return Estimator(traces.task, dataclasses.replace(target, chip=None), traces), not_known
 
 
 def list_changes(pinned: Layout, current: Layout) -> list[dict[str, Any]] | None:

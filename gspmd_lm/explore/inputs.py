@@ -53,10 +53,10 @@ class Inputs:
         return dataclasses.replace(self, **values)
 
     @property
-    def overrides(self) -> list[str]:
+    def overrides(self) -> tuple[str, ...]:
         """All that is laid over the config."""
         sizes = {"data.batch": self.batch, "data.seq": self.seq}
-        return [*self.set, *(f"{key}={size}" for key, size in sizes.items() if size is not None)]
+        return (*self.set, *(f"{key}={size}" for key, size in sizes.items() if size is not None))
 
 
 def _check_text(name: str, value: Any, most: int) -> None:

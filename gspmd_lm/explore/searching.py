@@ -21,7 +21,7 @@ MINUTES = 15.0  # after which nothing new is compiled
 
 def search_layouts(subject: Subject, inputs: Inputs, answer: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """What the search ends with; layouts and progress are answered meanwhile. Raises as `plan` does."""
-    target, computed = targets.parse(inputs.target), subject.resolve(inputs)
+    target, computed = targets.parse(inputs.target), subject.resolve(inputs.config, inputs.overrides)
     if not isinstance(computed, Config | Task):
         raise InputError("a step of one's own has no rules file, so there are no layouts to search")
     numbers: dict[str, int] = {}
