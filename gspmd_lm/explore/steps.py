@@ -9,6 +9,7 @@ from gspmd_lm.explore.views import describe_array, show_mesh
 from gspmd_lm.foresight import any_step
 from gspmd_lm.foresight.any_step import BuiltProgram, Program
 from gspmd_lm.foresight.propagation import Reading
+from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.hardware.target import Target, numbered_locations
 from gspmd_lm.sharding.shapes import bytes_per_device
 from gspmd_lm.units import human_bytes
@@ -39,8 +40,9 @@ def show_step(program: Program, target: Target, devices: Sequence[Any]) -> dict[
 
 def _arrays(built: BuiltProgram) -> Iterator[dict[str, Any]]:
     for path, like in built.arguments.items():
-        split, axes = any_step.split(like), [f"dimension_{number}" for number in range(len(like.shape))]
-        yield describe_array(path, "weights", like.dtype, axes, like.shape, split, split, bytes_per_device(like))
+        axes, split = tuple(f"dimension_{n}" for n in range(len(like.shape))), tuple(map(tuple, any_step.split(like)))
+        array = PlacedArray(path, axes, like.shape, split, split, bytes_per_device(like), str(like.dtype))
+        yield describe_array(array, "weights")
 
 
 def _layer(reading: Reading) -> dict[str, Any]:

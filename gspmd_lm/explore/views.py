@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gspmd_lm.foresight import table
+from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.problems import flow
 from gspmd_lm.sharding.rules import Row, Rules
@@ -21,52 +22,38 @@ def list_arrays(task: Task, rules: Rules, arrays: Arrays, known: Mapping[str, in
     listed = []
     for one in table.rows(task, rules, arrays, recorder.arrays, recorder.used):
         group, tables = ("activations", ("rules",)) if one.at_rest is None else ("weights", ("weights", "rules"))
-        found = deciding_rows(rules, tables, one.path, one.axes, known)
-        splits, size = (one.at_rest, one.in_use), one.bytes_per_device
-        listed.append(describe_array(one.path, group, one.dtype, one.axes, one.shape, *splits, size, found))
+        listed.append(describe_array(one, group, deciding_rows(rules, tables, one, known)))
     for leaf, like in pairs(arrays.named_optimizer, arrays.optimizer):
         spec, size = table.split_and_size(rules, "optimizer", leaf, like)
-        found = deciding_rows(rules, ("optimizer",), leaf.path, leaf.axes, known)
-        listed.append(
-            describe_array(leaf.path, "optimizer", like.dtype, leaf.axes, like.shape, spec, spec, size, found)
-        )
+        one = PlacedArray(leaf.path, leaf.axes, like.shape, spec, spec, size, str(like.dtype))
+        listed.append(describe_array(one, "optimizer", deciding_rows(rules, ("optimizer",), one, known)))
     return listed
 
 
-def describe_array(
-    path: str,
-    group: str,
-    dtype: Any,
-    axes: Sequence[str],
-    shape: Sequence[int],
-    at_rest: Sequence[Sequence[str]] | None,
-    in_use: Sequence[Sequence[str]],
-    size_bytes: int,
-    rows: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
-    """An array as a page draws it. size_bytes: on one device. rows: those that decide how it is split."""
+def describe_array(array: PlacedArray, group: str, rows: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """An array as a page draws it. rows: those that decide how it is split."""
     return {
-        "path": path,
+        "path": array.path,
         "group": group,
-        "dtype": str(dtype),
-        "axes": list(axes),
-        "shape": list(shape),
-        "at_rest": None if at_rest is None else [list(names) for names in at_rest],
-        "in_use": [list(names) for names in in_use],
-        "bytes_per_device": size_bytes,
-        "bytes_text": human_bytes(size_bytes),
-        "rows": list(rows),
+        "dtype": array.dtype,
+        "axes": array.axes,
+        "shape": array.shape,
+        "at_rest": array.at_rest,
+        "in_use": array.in_use,
+        "bytes_per_device": array.bytes_per_device,
+        "bytes_text": human_bytes(array.bytes_per_device),
+        "rows": rows,
     }
 
 
 def deciding_rows(
-    rules: Rules, tables: Iterable[str], path: str, axes: Sequence[str], known: Mapping[str, int]
+    rules: Rules, tables: Iterable[str], array: PlacedArray, known: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """The rows that decide how the dimensions of an array are split. known: the lines of keys."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for name in tables:
-        for dimension, axis in enumerate(axes):
-            if row := rules.row(name, path, axis):
+        for dimension, axis in enumerate(array.axes):
+            if row := rules.row(name, array.path, axis):
                 shown = {"dim": dimension, "line": known.get(row.key), "row": show_row(row), "table": name}
                 found.setdefault((dimension, row.key), shown)
     return list(found.values())
