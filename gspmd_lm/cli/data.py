@@ -1,14 +1,12 @@
 """data: shows what a run would read, before it runs."""
 
 import json
-import sys
 from typing import TYPE_CHECKING
 
 from absl import flags
 
 from gspmd_lm.cli import outputs
-from gspmd_lm.cli.verb import INPUTS, RESULTS, Flags, Verb, overrides
-from gspmd_lm.errors import InputError
+from gspmd_lm.cli.verb import INPUTS, RESULTS, Flags, Verb, on_config, overrides
 from gspmd_lm.runtime.quiet import import_jax
 
 if TYPE_CHECKING:
@@ -17,12 +15,7 @@ if TYPE_CHECKING:
 
 def _define(flags: Flags) -> None:
     flags.group(INPUTS)
-    flags.text(
-        "config",
-        None,
-        "The config: a path, a name in configs/, or the folder or config.json of a published model. Its section data "
-        "says what is read. The default is tiny, with the vocabulary of the tokenizer.",
-    )
+    on_config(flags, "Its section data says what is read. The default is tiny, with the vocabulary of the tokenizer.")
     overrides(flags, mesh=False)
     flags.group(RESULTS)
     flags.path("json", None, "Write all counts, and the rows as text, to this file.")
@@ -34,8 +27,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     from gspmd_lm.cli import inputs
 
     outputs.check_writable((values.json, values.html))
-    if inputs.rules_sets(values):
-        raise InputError(f"--set {inputs.rules_sets(values)[0]}: data does not depend on rules\n  fix   drop it")
+    inputs.no_rules_sets(values, "data does not depend on rules", "drop it")
     inputs.log_to_stderr()
     import_jax()
     from gspmd_lm.data import overview
@@ -44,10 +36,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
     found = overview.look(_read_config(values), progress(terminal.console(240, stderr=True)))
     data.show(found, outputs.console(120))
-    if values.json:
-        outputs.write(values.json, json.dumps(data.to_json(found), indent=1) + "\n")
-    if values.html:
-        outputs.write(values.html, data.page(found, outputs.command_line(sys.argv[1:])))
+    outputs.write_results(values, data.to_json(found), lambda command: data.page(found, command))
     return 0
 
 

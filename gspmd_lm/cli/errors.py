@@ -1,8 +1,5 @@
 """errors: show how far predicted steps were off on one's own machines."""
 
-import json
-from typing import Any
-
 from absl import flags
 
 from gspmd_lm.cli import outputs
@@ -25,8 +22,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     records = step_records.read_records(names)
     shown.show(records, outputs.console(140))
     if values.json:
-        plain: dict[str, Any] = step_records.to_json(records)
-        outputs.write(values.json, json.dumps(plain, indent=1) + "\n")
+        outputs.write_json(values.json, step_records.to_json(records))
     return 0
 
 

@@ -66,7 +66,7 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
     if values.text and values.continuations:
         raise InputError("--text and --continuations: one of them at a time\n  fix   drop one")
     _refuse(values, *(("--text", "output") if values.text else ("--continuations", "seq")))
-    inputs.check_output(values.output, values.continuations)
+    outputs.check_writable((values.output,), (values.continuations,))
     begun, read = inputs.begin_with_weights(values, folder, config, rules, stderr=not values.text)
     config = begun.config
     tokens = tokenizer.load_tokenizer(config.data.tokenizer)

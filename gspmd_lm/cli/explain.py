@@ -1,11 +1,9 @@
 """explain and compare: print what layouts cost on hardware that need not be here."""
 
 import functools
-import json
 import shlex
-import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -107,7 +105,7 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
         from gspmd_lm.show import row_changes
 
         row_changes.show(rows, outputs.console(120))
-        _write(values, rows.to_json(), lambda command: row_changes.page(rows, command))
+        outputs.write_results(values, rows.to_json(), lambda command: row_changes.page(rows, command))
         return 0
     with outputs.clock("compiling"):
         if program:
@@ -123,7 +121,7 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
     from gspmd_lm.show import comparison
 
     comparison.show(reports, outputs.console(120), rows)
-    _write(values, report.to_json(reports), lambda command: comparison.page(reports, command, rows))
+    outputs.write_results(values, report.to_json(reports), lambda command: comparison.page(reports, command, rows))
     return 0
 
 
@@ -137,14 +135,6 @@ def _check_rows(values: flags.FlagValues, layouts: Sequence["Rules"], program: s
         given = ", ".join(one.label for one in layouts)
         fix = f"compare --rows dp8 fsdp8 --target={values.target}"
         raise InputError(f"--rows: {given}: the rows of two layouts are compared\n  fix   {fix}")
-
-
-def _write(values: flags.FlagValues, plain: Any, page: Callable[[str], str]) -> None:
-    """Writes the files of --json and --html. page: from the command that made it to its HTML."""
-    if values.json:
-        outputs.write(values.json, json.dumps(plain, indent=1) + "\n")
-    if values.html:
-        outputs.write(values.html, page(outputs.command_line(sys.argv[1:])))
 
 
 EXPLAIN = Verb(

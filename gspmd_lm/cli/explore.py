@@ -1,7 +1,6 @@
 """explore: a page on this machine that shows at each keystroke what a rules file does."""
 
 import asyncio
-import json
 import webbrowser
 from collections.abc import Mapping
 from typing import Any
@@ -58,7 +57,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     if values.json:
         outputs.check_writable((values.json,), inputs.read_files(values))
         state = asyncio.run(workbench.finish())
-        outputs.write(values.json, json.dumps(state, indent=1) + "\n")
+        outputs.write_json(values.json, state)
         if not state["shown_version"]:
             raise InputError("\n".join(_words(one) for one in state["problems"]))
         outputs.say(f"wrote {values.json}")

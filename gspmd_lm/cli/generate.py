@@ -63,7 +63,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         raise InputError("generate needs a prompt\n  fix   give either --prompt=TEXT or --prompts=FILE.jsonl")
     if values.output and not values.prompts:
         raise InputError(f"--output={values.output}: only for the results of --prompts=FILE.jsonl\n  fix   drop it")
-    inputs.check_output(values.output, values.prompts)
+    outputs.check_writable((values.output,), (values.prompts,))
     Stops(values.stop)  # raises if a stop is not valid
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.min_p, values.seed)
     if not values.temperature and sampling != Sampling(seed=values.seed):

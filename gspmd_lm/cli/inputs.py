@@ -68,10 +68,12 @@ def read_rules(values: flags.FlagValues) -> Rules:
     return rules_file.load(name or "none", values.mesh, overrides=rules_sets(values))
 
 
-def no_rules_sets(values: flags.FlagValues) -> None:
-    """Raises InputError if --set names a key of the rules, where a plan chooses them."""
+def no_rules_sets(
+    values: flags.FlagValues, why: str = "a plan chooses the rules", fix: str = "drop it, or name a rules file"
+) -> None:
+    """Raises InputError if --set names a key of the rules, which has no effect. why: it has none."""
     for text in rules_sets(values):
-        raise InputError(f"--set {text}: a plan chooses the rules\n  fix   drop it, or name a rules file")
+        raise InputError(f"--set {text}: {why}\n  fix   {fix}")
 
 
 def layouts(values: flags.FlagValues, more: Sequence[str]) -> list[Rules]:
@@ -95,11 +97,6 @@ def needs_weights(values: flags.FlagValues, example: str) -> str:
 
         raise session.no_checkpoint(workdir)
     return workdir
-
-
-def check_output(output: str | None, source: str | None) -> None:
-    """Raises InputError if --output cannot be written, or is the file that is read."""
-    outputs.check_writable((output,), (source,))
 
 
 def read_files(values: flags.FlagValues, layouts: Sequence[Rules] = ()) -> list[str]:

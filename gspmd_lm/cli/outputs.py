@@ -1,6 +1,7 @@
 """What verbs write: the files of their flags, results, lines of progress, and their own command."""
 
 import contextlib
+import json
 import logging
 import os
 import shlex
@@ -8,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from absl import flags
 
 from gspmd_lm import files, versions
 from gspmd_lm.errors import InputError
@@ -94,6 +97,19 @@ def console(width: int) -> "Console":
 def write(name: str, text: str) -> None:
     """Writes the file of a flag."""
     files.replace(Path(name), text)
+
+
+def write_json(name: str, plain: Any) -> None:
+    """Writes the file of a flag: plain values, as JSON."""
+    write(name, json.dumps(plain, indent=1) + "\n")
+
+
+def write_results(values: flags.FlagValues, plain: Any, page: Callable[[str], str]) -> None:
+    """Writes the files of --json and --html, where they are asked for. page: from the command to the page's HTML."""
+    if values.json:
+        write_json(values.json, plain)
+    if values.html:
+        write(values.html, page(command_line(sys.argv[1:])))
 
 
 def deliver(is_main: bool, results: Iterator[Any], output: str | None, write: Callable[[Any, TextIO], None]) -> None:

@@ -1,7 +1,6 @@
 """plan: find the best layout for hardware that need not be here, and write it as a rules file."""
 
 import itertools
-import json
 import math
 import re
 import sys
@@ -123,10 +122,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         late = not larger and time.monotonic() > ends_s
         advised = shown.fixes(larger, advice.savings(asked, best.plan), late)
     shown.show(outcomes, console, advised)
-    if values.json:
-        outputs.write(values.json, json.dumps(outcome.to_json(outcomes), indent=1) + "\n")
-    if values.html:
-        outputs.write(values.html, shown.page(outcomes, advised, command))
+    outputs.write_results(values, outcome.to_json(outcomes), lambda command: shown.page(outcomes, advised, command))
     if best.plan.best is None:
         why = "no layout that was compiled in the time fits" if best.plan.late else "no layout fits"
         raise RunFailed(f"{why}, and no rules file was written")

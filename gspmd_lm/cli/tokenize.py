@@ -2,17 +2,12 @@
 
 from absl import flags
 
-from gspmd_lm.cli.verb import INPUTS, RUN, Flags, Verb, overrides
+from gspmd_lm.cli.verb import INPUTS, RUN, Flags, Verb, on_config, overrides
 
 
 def _define(flags: Flags) -> None:
     flags.group(INPUTS)
-    flags.text(
-        "config",
-        None,
-        "The config: a path, a name in configs/, or the folder or config.json of a published "
-        "model. Its section data says what is tokenized, and how. The default is tiny.",
-    )
+    on_config(flags, "Its section data says what is tokenized, and how. The default is tiny.")
     overrides(flags, mesh=False)
     flags.group(RUN)
     flags.text(
@@ -30,8 +25,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
     if values.out is None:
         raise InputError("--out is missing\n  fix   --out=FOLDER, or an address such as gs://bucket/tokens")
-    if inputs.rules_sets(values):
-        raise InputError(f"--set {inputs.rules_sets(values)[0]}: tokens do not depend on rules\n  fix   drop it")
+    inputs.no_rules_sets(values, "tokens do not depend on rules", "drop it")
     config = inputs.read_config(values)
     inputs.log_to_stderr()
     from gspmd_lm.data.tokenize import tokenize

@@ -77,14 +77,15 @@ class Verb:
         return defined.values
 
 
+def on_config(flags: Flags, about: str, default: str | None = None) -> None:
+    """Defines the config. about: what is taken from it, and what is there without one."""
+    places = "a path, a name in configs/, or the folder or config.json of a published model"
+    flags.text("config", default, f"The config: {places}. {about}")
+
+
 def on_target(flags: Flags) -> None:
     """Defines what a verb computes for hardware that need not be here."""
-    flags.text(
-        "config",
-        "tiny",
-        "The config: a path, a name in configs/, or the folder or config.json of a published "
-        "model. It says what is computed.",
-    )
+    on_config(flags, "It says what is computed.", "tiny")
     on_chip(flags)
 
 
@@ -131,12 +132,7 @@ def about_job(flags: Flags) -> None:
 def on_devices(flags: Flags) -> None:
     """Defines the flags of a verb that computes here: what is computed, the run's folder, and the machine."""
     flags.group(INPUTS)
-    flags.text(
-        "config",
-        None,
-        "The config: a path, a name in configs/, or the folder or config.json of a published "
-        "model. It says what is computed. The default is the workdir's config, else tiny.",
-    )
+    on_config(flags, "It says what is computed. The default is the workdir's config, else tiny.")
     flags.text(
         "rules",
         None,
