@@ -33,16 +33,8 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     import jax
 
     from gspmd_lm.foresight import calibration
-    from gspmd_lm.runtime import startup
 
-    machine = startup.start(
-        platform=values.platform,
-        simulated_devices=1 if values.num_processes else values.devices,
-        coordinator=values.coordinator,
-        num_processes=values.num_processes,
-        process_id=values.process_id,
-        keep_memory=True,  # as train does
-    )
+    machine = inputs.start(values, 1 if values.num_processes else values.devices, keep_memory=True)  # as train does
     with outputs.clock("measuring"):
         fields = calibration.measure_chip(jax.devices(), out.stem, logging.getLogger("gspmd_lm").info)
     if machine.is_main:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _RULES_ALONE = {*rules_file.SECTIONS} - {"rules", "optimizer", "context"}  # what no config has a key of
 PLAN = "plan"  # in place of a rules file
+# Flags that may differ among the processes of a run, and flags of which the meaning is compared in place of the words.
+_OF_ONE_PROCESS = ("coordinator", "num_processes", "process_id", "platform", "compile_cache", "help")
+_READ = ("config", "rules", "set")
 
 
 def read_config(values: flags.FlagValues) -> Config:
@@ -123,6 +126,20 @@ def on_the_cpu() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def start(values: flags.FlagValues, simulated_devices: int, keep_memory: bool) -> "Runtime":
+    """The devices that the flags of `on_machine` ask for, as `startup.start` has them."""
+    from gspmd_lm.runtime import startup
+
+    return startup.start(
+        platform=values.platform,
+        simulated_devices=simulated_devices,
+        coordinator=values.coordinator,
+        num_processes=values.num_processes,
+        process_id=values.process_id,
+        keep_memory=keep_memory,
+    )
+
+
 def begin(
     values: flags.FlagValues,
     config: Config,
@@ -147,32 +164,15 @@ def begin(
     if wanted > MOST_DEVICES:
         raise InputError(f"--devices={wanted}: there are no more than {MOST_DEVICES:,} devices\n  fix   --devices=8")
     counted = getattr(values, "dry_run", False) and values.rules != PLAN and not settle and not values.num_processes
-    machine = startup.start(
-        platform=values.platform,
-        simulated_devices=1 if counted and wanted > 0 else max(1, wanted // (values.num_processes or 1)),
-        coordinator=values.coordinator,
-        num_processes=values.num_processes,
-        process_id=values.process_id,
-        keep_memory=keep_memory,
-    )
+    simulated = 1 if counted and wanted > 0 else max(1, wanted // (values.num_processes or 1))
+    machine = start(values, simulated, keep_memory)
     processes.watch(logging.getLogger("gspmd_lm").warning)
     if values.rules == PLAN:  # the first process plans, and all processes take what it found
         path, text = processes.from_first(_plan_rules(values, config) if machine.is_main else None)
         rules = rules_file.from_text(text, path)
     elif settle:
         config, rules = settle(config, rules, machine, wanted)
-    excluded = (
-        "coordinator",
-        "num_processes",
-        "process_id",
-        "config",
-        "rules",
-        "compile_cache",
-        "platform",
-        "set",
-        "help",
-    )
-    given = {name: values[name].value for name in values if name not in excluded}
+    given = {name: values[name].value for name in values if name not in (*_OF_ONE_PROCESS, *_READ)}
     counted &= machine.platform == "cpu" and machine.process_count == 1
     devices = startup.devices_of(1) * wanted if counted else None
     chip_file = getattr(values, "chip", None) or ""

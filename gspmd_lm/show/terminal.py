@@ -22,24 +22,11 @@ INDENT = 2  # of what stands below a heading
 WIDE = 110  # columns with which nothing is shortened
 STYLES = {"good": "green", "bad": "red", "best": "bold green", "dim": "dim"}
 WAITS = ("wait", "host")  # parts of a step in which nothing is computed
-# The most rows of a table and findings of a list: as many of them are shown as a screen has room for.
-MOST = (
-    (10, 9),
-    (9, 9),
-    (8, 9),
-    (7, 9),
-    (6, 9),
-    (6, 7),
-    (6, 5),
-    (6, 4),
-    (5, 3),
-    (4, 3),
-    (3, 3),
-    (3, 2),
-    (3, 1),
-    (2, 1),
-    (1, 1),
-)
+# The most rows of a table, and the most findings of a list beside it: the first of these pairs for which a screen has
+# room.
+ROWS = (10, 9, 8, 7, 6, 6, 6, 6, 5, 4, 3, 3, 3, 2, 1)
+FINDINGS = (9, 9, 9, 9, 9, 7, 5, 4, 3, 3, 3, 2, 1, 1, 1)
+MOST = tuple(zip(ROWS, FINDINGS, strict=True))
 MORE = "see --html"
 
 
