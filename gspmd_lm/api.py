@@ -319,18 +319,14 @@ def explain(
         if other := row or export or assume or price or (phase if phase != "train" else None):
             fix = f"explain(step, target={target or row or 'v5p:2x2x2'!r})"
             raise InputError(f"explain: {other}: one's own step is given a target alone, by its name\n  fix   {fix}")
-        return _explain_step(task, target)
+        _simulate()
+        from gspmd_lm.foresight import explain as reports
+        from gspmd_lm.show import notebook
+
+        return notebook.Explanation(**vars(reports.report_of_step(task, target, _log.info)))
     if rules is None:
         raise InputError("explain needs rules\n  fix   explain('tiny', 'fsdp8', 'v5p:2x2x2')")
     return compare(task, [rules], target, phase, export, assume, price)[0]
-
-
-def _explain_step(step: "Callable[[Sequence[Any]], Any] | str", target: str) -> "Explanation":
-    _simulate()
-    from gspmd_lm.foresight import explain as reports
-    from gspmd_lm.show import notebook
-
-    return notebook.Comparison([reports.report_of_step(step, target, _log.info)])[0]
 
 
 def compare(

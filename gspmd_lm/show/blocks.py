@@ -159,10 +159,10 @@ def drawing(blocks: Blocks, label: str) -> str:
     )
 
 
-def cells(blocks: Blocks, left: float = 0, top: float = 0, width: float = WIDTH, height: float = HEIGHT) -> str:
+def cells(blocks: Blocks, left: float = 0, top: float = 0) -> str:
     """The rectangles of the blocks, with the numbers of their devices, at a place of a drawing."""
     rows, columns = (_some(count, most) for count, most in zip(blocks.size, MOST, strict=True))
-    wide, high = width / len(columns), height / len(rows)
+    wide, high = WIDTH / len(columns), HEIGHT / len(rows)
     drawn = []
     for y, row in enumerate(rows):
         for x, column in enumerate(columns):

@@ -67,6 +67,10 @@ function drawSlider(control, id) {
   const { name, label } = control;
   const choices = control.choices.includes(control.value) ? control.choices : [control.value, ...control.choices];
   const output = h("output", { for: id });
+  const release = () => {
+    dragged = null;
+    drawControls(state.controls);
+  };
   const slider = h("input", {
     type: "range",
     id,
@@ -79,14 +83,8 @@ function drawSlider(control, id) {
     onpointerdown: () => {
       dragged = name;
     },
-    onpointerup: () => {
-      dragged = null;
-      drawControls(state.controls);
-    },
-    onpointercancel: () => {
-      dragged = null;
-      drawControls(state.controls);
-    },
+    onpointerup: release,
+    onpointercancel: release,
   });
   const show = (value) => {
     if (choices.includes(value)) slider.value = choices.indexOf(value);

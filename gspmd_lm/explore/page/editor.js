@@ -59,10 +59,11 @@ const pointed = cm.StateField.define({
 let agreed = null; // the text that the server is known to have
 let editVersion = 0; // the version of the last edit that the server acknowledged
 let timer = null;
-const send = latest(async (text) => {
+async function sendNow(text) {
   const { version } = await post("/edit", { text });
   [agreed, editVersion] = [text, version];
-});
+}
+const send = latest(sendNow);
 
 const view = new cm.EditorView({
   parent: find("#editor"),
@@ -94,10 +95,7 @@ const view = new cm.EditorView({
       if (!update.docChanged || update.transactions.some((transaction) => transaction.annotation(QUIET))) return;
       clearTimeout(timer);
       document.body.classList.add("old");
-      timer = setTimeout(() => {
-        timer = null;
-        send(text());
-      }, SENT_AFTER_MS);
+      timer = setTimeout(() => send(text()), SENT_AFTER_MS);
     }),
   ],
 });
@@ -107,12 +105,7 @@ export const text = () => view.state.doc.toString();
 // Returns when the server has the text that stands in the editor.
 export async function settle() {
   clearTimeout(timer);
-  timer = null;
-  while (text() !== agreed) {
-    const sent = text();
-    const { version } = await post("/edit", { text: sent });
-    [agreed, editVersion] = [sent, version];
-  }
+  while (text() !== agreed) await sendNow(text());
 }
 
 // Writes a text into the editor as one edit that can be undone. Only what differs is replaced, so that the cursor stays.

@@ -45,7 +45,7 @@ function drawArray(placement, name, whole) {
         ),
     );
   });
-  const copies = whole / placement.counts.reduce((a, b) => a * b, 1);
+  const copies = whole / product(placement.counts);
   const cut = array.shape.map((size, i) => {
     const words = `${array.axes[i] ?? i} ${size.toLocaleString("en")}`;
     if (counts[i] === 1) return words;
