@@ -437,10 +437,10 @@ def explore(
     name = task if isinstance(task, str) and not place else ""
     given = None if isinstance(task, str) else task
     workbench = opening.make_workbench(load_config, rules, target, name, given=given, program=place)
-    server = opening.open_server(workbench, port)
+    opening.check_installed()
     from gspmd_lm.explore.notebook import Explorer
 
-    return Explorer(server)
+    return Explorer(workbench, port)
 
 
 def show(*reports: "Report", width: int = 120) -> str:

@@ -62,7 +62,10 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
             raise InputError("\n".join(_words(one) for one in state["problems"]))
         outputs.say(f"wrote {values.json}")
         return 0
-    server = opening.open_server(workbench, values.port)
+    opening.check_installed()
+    from gspmd_lm.explore.server import Server
+
+    server = Server(workbench, values.port)
     outputs.say(f"the workbench is at {server.url}\nCtrl-C ends it")
     if values.open:
         webbrowser.open(server.url)

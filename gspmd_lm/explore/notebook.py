@@ -3,26 +3,22 @@
 import threading
 
 from gspmd_lm.explore.server import Server
+from gspmd_lm.explore.workbench import Workbench
 
 FRAME_HEIGHT = 900  # pixels
 
 
-class Explorer:
+class Explorer(Server):
     """A workbench that is served until it is closed, or until the program ends."""
 
-    def __init__(self, server: Server):
-        self._server = server
-        self._thread = threading.Thread(target=server.run, daemon=True)
+    def __init__(self, workbench: Workbench, port: int = 0):
+        super().__init__(workbench, port)
+        self._thread = threading.Thread(target=self.run, daemon=True)
         self._thread.start()
-
-    @property
-    def url(self) -> str:
-        """The address of the page, for a browser of this machine."""
-        return self._server.url
 
     def close(self) -> None:
         """Ends the server and all that it has started."""
-        self._server.close()
+        super().close()
         self._thread.join()
 
     def __enter__(self) -> "Explorer":

@@ -1,9 +1,9 @@
-"""A workbench from what a command or a program says: its inputs are read, and its server is made."""
+"""A workbench from what a command or a program says, and the check of what its server needs."""
 
 import importlib.util
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gspmd_lm.config import Config
 from gspmd_lm.config.paths import find_file, read_text
@@ -16,14 +16,11 @@ from gspmd_lm.foresight.pickled import pickle_task
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.sharding.rules import Rules
 
-if TYPE_CHECKING:
-    from gspmd_lm.explore.server import Server
-
 NEEDED = ("starlette", "uvicorn")
 
 
 def check_installed() -> None:
-    """Raises InputError where the libraries of the server are not installed."""
+    """Raises InputError where the libraries of the server are not installed, without which it cannot be imported."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
@@ -75,17 +72,6 @@ def make_workbench(
         program=None if named else program or name,
     )
     return Workbench(inputs, pickle_task(subject))
-
-
-def open_server(workbench: Workbench, port: int = 0) -> "Server":
-    """The server of a workbench, which does not run yet. port: of the page; 0: any that is free.
-
-    Raises InputError where the port is taken, or the extra `explore` is not installed.
-    """
-    check_installed()
-    from gspmd_lm.explore.server import Server
-
-    return Server(workbench, port)
 
 
 def _rules_text(rules: Rules | str | None) -> tuple[str, str]:

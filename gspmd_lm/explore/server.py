@@ -200,7 +200,10 @@ async def _events(workbench: Workbench) -> AsyncIterator[str]:
 
 
 class Server:
-    """A workbench that is served at an address of this machine."""
+    """A workbench that is served at an address of this machine.
+
+    Raises InputError where the port is taken. port 0: any that is free.
+    """
 
     def __init__(self, workbench: Workbench, port: int = 0):
         if not 0 <= port < 2**16:
