@@ -45,16 +45,14 @@ class Attention(nn.Module):
 
     def setup(self):
         cfg, parts = self.cfg, self.parts
-        axes = {"q": "heads head_dim"} | dict.fromkeys("kv", "kv_heads head_dim")
-        sizes = {"q": (cfg.head_rows, cfg.head_dim)} | dict.fromkeys("kv", (cfg.kv_head_rows, cfg.head_dim))
-        widths = {"q": cfg.embed} | dict.fromkeys("kv", self.keys_width)
-        weights = {
-            name: matrix(self, f"w{name}", f"embed {axes[name]}", (widths[name], *sizes[name]), cfg)
-            for name in ("q", *self.made)
-        }
-        weights["o"] = matrix(self, "wo", "heads head_dim embed", (*sizes["q"], cfg.embed), cfg)
+        D, N, K, H = cfg.embed, cfg.head_rows, cfg.kv_head_rows, cfg.head_dim
+        weights = {"q": matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg)}
+        for name in self.made:
+            weights[name] = matrix(self, f"w{name}", "embed kv_heads head_dim", (self.keys_width, K, H), cfg)
+        weights["o"] = matrix(self, "wo", "heads head_dim embed", (N, H, D), cfg)
         self.gate = parts.gate(self)
-        self.biases = {name: bias(self, f"b{name}", axes[name], sizes[name], cfg) for name in parts.biased}
+        outputs = {"q": ("heads head_dim", (N, H))} | dict.fromkeys("kv", ("kv_heads head_dim", (K, H)))
+        self.biases = {name: bias(self, f"b{name}", *outputs[name], cfg) for name in parts.biased}
         self.weights = weights
         self.numbers, self.attend = parts.numbers(self), parts.attend(self)
         self.out_bias = parts.out_bias(self)

@@ -36,12 +36,10 @@ class Mlp(nn.Module):
 
     def setup(self):
         cfg, D, F = self.cfg, self.cfg.embed, self.cfg.mlp
-        ends = dict.fromkeys(self.parts.inward, ("embed mlp", (D, F))) | {"down": ("mlp embed", (F, D))}
-        weights = {name: matrix(self, f"w_{name}", *of_matrix, cfg) for name, of_matrix in ends.items()}
-        self.biases = {
-            name: bias(self, f"b_{name}", ends[name][0].split()[1], ends[name][1][1:], cfg)
-            for name in self.parts.biased
-        }
+        weights = {name: matrix(self, f"w_{name}", "embed mlp", (D, F), cfg) for name in self.parts.inward}
+        weights["down"] = matrix(self, "w_down", "mlp embed", (F, D), cfg)
+        outputs = dict.fromkeys(self.parts.inward, ("mlp", (F,))) | {"down": ("embed", (D,))}
+        self.biases = {name: bias(self, f"b_{name}", *outputs[name], cfg) for name in self.parts.biased}
         self.weights = {name: self.parts.adapt(self, w) for name, w in weights.items()}
 
     def __call__(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
