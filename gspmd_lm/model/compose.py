@@ -149,20 +149,8 @@ def cross_attention(cfg: config.ModelConfig) -> list[Callable[[], Part]]:
     if not cfg.reads:
         return []
     cfg = cfg.memory_config
-    parts = attention_parts(cfg)._replace(attend=lambda module: _attend_to_memory)
+    parts = attention_parts(cfg)._replace(attend=lambda module: attend_to_memory)
     return [functools.partial(CrossAttention, cfg, parts, name="cross")]
-
-
-def _attend_to_memory(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    tokens: Tokens,
-    cfg: config.ModelConfig,
-    numbers: None,
-) -> jax.Array:
-    """Cross-attention with the arguments of `AttentionParts.attend`. It has no learned numbers of heads."""
-    return attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg)
 
 
 @functools.cache

@@ -157,14 +157,15 @@ def attend_to_memory(
     v_BSKH: jax.Array,
     tokens: Tokens,
     cfg: config.ModelConfig,
+    own_RN: None = None,
 ) -> jax.Array:
-    """Cross-attention to the keys of encoder output, [B, T, N, H].
+    """Cross-attention to the keys of encoder output, [B, T, N, H]. It has no learned numbers of heads.
 
     A token attends to the keys of the segment with its own's number. A token without any, such as padding, gets 0.
     XLA computes what the kernel of the rules cannot, and queries whose sequence is split.
     """
     k_BSKH, v_BSKH = _repeat_for_query_heads(q_BTNH, k_BSKH, v_BSKH, of_memory=True)
-    heads_RN, kernel = attention.head_numbers(cfg, None), attention_kernel()
+    heads_RN, kernel = attention.head_numbers(cfg, own_RN), attention_kernel()
     segments = tokens.segments_BT, tokens.memory_segments_BS
     lengths = q_BTNH.shape[1], k_BSKH.shape[1]
     # Rules have a kernel only where a GPU can do packed documents with it: see `supported.settle_rules`.
