@@ -80,7 +80,7 @@ class Carried(NamedTuple):
 
     layer: jax.Array | int  # counted from 0
     x_BTD: jax.Array  # the residual stream, or several, [M, B, T, D]
-    cache: Cache[jax.Array] | None = None
+    cache: Cache | None = None
     kept: Kept | None = None  # for later layers
 
 

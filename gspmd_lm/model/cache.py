@@ -1,7 +1,7 @@
 """The cache of keys, values and states while text is generated, and the keys and values that later layers reuse."""
 
 import dataclasses
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,17 @@ from gspmd_lm.sharding.annotate import like, shard
 
 CACHE = "cache: layers batch kv_seq kv_heads head_dim"
 Kept = dict[str, tuple[jax.Array, ...]]  # kind of layer -> keys and values of the last one of that kind
-Leaf = TypeVar("Leaf")  # arrays, or their specs
 
 
-class LinearState(NamedTuple, Generic[Leaf]):
-    """The recurrent state of the layers with linear attention."""
+class LinearState(NamedTuple):
+    """The recurrent state of the layers with linear attention: arrays, or their specs."""
 
-    q_LBAKH: Leaf  # the inputs of the short convolutions from the last tokens, in the compute dtype
-    k_LBAKH: Leaf
-    v_LBANH: Leaf
-    s_LBNIH: Leaf  # float32
+    q_LBAKH: Any  # the inputs of the short convolutions from the last tokens, in the compute dtype
+    k_LBAKH: Any
+    v_LBANH: Any
+    s_LBNIH: Any  # float32
 
-    def write(
-        self: "LinearState[jax.Array]", new: "LinearState[jax.Array]", layer: jax.Array | int
-    ) -> "LinearState[jax.Array]":
+    def write(self, new: "LinearState", layer: jax.Array | int) -> "LinearState":
         """The states, with those of one layer replaced by `new`, [B, ...]."""
 
         def one(x: jax.Array, y: jax.Array, spec: str) -> jax.Array:
@@ -32,7 +29,7 @@ class LinearState(NamedTuple, Generic[Leaf]):
 
         return LinearState._make(map(one, self, new, STATES))
 
-    def read(self: "LinearState[jax.Array]", layer: jax.Array | int) -> "LinearState[jax.Array]":
+    def read(self, layer: jax.Array | int) -> "LinearState":
         """The states of one layer, [B, ...]."""
         states = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
         return LinearState(*(like(x, spec.replace("layers ", "")) for x, spec in zip(states, STATES, strict=True)))
@@ -46,8 +43,10 @@ STATES = LinearState(
 )
 
 
-class Cache(NamedTuple, Generic[Leaf]):
+class Cache(NamedTuple):
     """The keys and values of the tokens so far in all layers, and the states of linear attention.
+
+    It holds arrays, or their specs.
 
     Keys and values are [L, B, S, K, H] in the compute dtype; slot s holds a row's token s.
 
@@ -59,18 +58,14 @@ class Cache(NamedTuple, Generic[Leaf]):
     Cross-attention caches the keys and values of the encoder output in a cache of its own, `memory`.
     """
 
-    k_LBSKH: Leaf
-    v_LBSKH: Leaf | None = None
-    linear: LinearState[Leaf] | None = None
-    memory: "Cache[Leaf] | None" = None
+    k_LBSKH: Any
+    v_LBSKH: Any = None
+    linear: LinearState | None = None
+    memory: "Cache | None" = None
 
     def write(
-        self: "Cache[jax.Array]",
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array | None,
-        slot: jax.Array | int,
-        layer: jax.Array | int,
-    ) -> "Cache[jax.Array]":
+        self, k_BTKH: jax.Array, v_BTKH: jax.Array | None, slot: jax.Array | int, layer: jax.Array | int
+    ) -> "Cache":
         """The cache with T tokens per row, from `slot` on."""
         at = (layer, 0, slot, 0, 0)
 
@@ -80,7 +75,7 @@ class Cache(NamedTuple, Generic[Leaf]):
         k, v = jax.tree.map(one, self[:2], (k_BTKH, v_BTKH))
         return self._replace(k_LBSKH=k, v_LBSKH=v)
 
-    def read(self: "Cache[jax.Array]", layer: jax.Array | int) -> tuple[jax.Array, ...]:
+    def read(self, layer: jax.Array | int) -> tuple[jax.Array, ...]:
         """Keys and values of one layer, [B, S, K, H]; for latent attention, the latent vectors alone."""
 
         def one(x_LBSKH: jax.Array) -> jax.Array:
@@ -90,13 +85,13 @@ class Cache(NamedTuple, Generic[Leaf]):
         return tuple(one(x_LBSKH) for x_LBSKH in self[:2] if x_LBSKH is not None)
 
     @property
-    def specs(self) -> "Cache[str]":
+    def specs(self) -> "Cache":
         """The specs of these arrays."""
         memory = self.memory and self.memory.specs
         return Cache(CACHE, None if self.v_LBSKH is None else CACHE, STATES if self.linear else None, memory)
 
 
-def empty_cache(cfg: config.ModelConfig, rows: int, slots: int, source: int = 0) -> Cache[jax.Array]:
+def empty_cache(cfg: config.ModelConfig, rows: int, slots: int, source: int = 0) -> Cache:
     """An empty cache for `rows` rows of up to `slots` tokens, and for sources of up to `source` tokens."""
     linear = sum(layer.attention.linear is not None for layer in cfg.each_layer)
     kv_layers = cfg.layers - linear - cfg.attention.shared_kv_layers
@@ -109,7 +104,7 @@ def empty_cache(cfg: config.ModelConfig, rows: int, slots: int, source: int = 0)
     return Cache(k, v, _empty_states(cfg, linear, rows) if linear else None, memory)
 
 
-def _empty_states(cfg: config.ModelConfig, layers: int, rows: int) -> LinearState[jax.Array]:
+def _empty_states(cfg: config.ModelConfig, layers: int, rows: int) -> LinearState:
     """The states before the first token."""
     sizes = cfg.attention.linear
     assert sizes

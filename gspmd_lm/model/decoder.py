@@ -18,7 +18,7 @@ class Decoded(NamedTuple):
     hidden_BTD: jax.Array  # or [B, T, W], if the table has a width of its own
     table: Weight  # the logits are the hidden states times this
     bias: Weight | None  # of the logits
-    cache: Cache[jax.Array] | None
+    cache: Cache | None
     routed: RouterOutput | None  # [L, ...] for the layers with experts
 
 
@@ -27,7 +27,7 @@ class Decoder(Stack):
 
     @nn.compact
     def __call__(
-        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
+        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache | None = None
     ) -> Decoded:
         """Embeds the tokens and runs the blocks.
 
@@ -47,7 +47,7 @@ class Decoder(Stack):
         table: Weight,
         keys_BT: jax.Array | None,
         batch: dict[str, jax.Array],
-        cache: Cache[jax.Array] | None,
+        cache: Cache | None,
     ) -> Decoded:
         """Hidden states from embedded tokens and their table. keys_BT: a dropout key for each token."""
         x_BTD, cache, routed = self.blocks(x_BTD, batch, keys_BT, cache, self.layer_inputs(x_BTD, batch))

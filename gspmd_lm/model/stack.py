@@ -54,9 +54,9 @@ class Stack(nn.Module):
         x_BTD: jax.Array,
         batch: dict[str, jax.Array],
         keys_BT: jax.Array | None,
-        cache: Cache[jax.Array] | None = None,
+        cache: Cache | None = None,
         inputs: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache[jax.Array] | None, RouterOutput | None]:
+    ) -> tuple[jax.Array, Cache | None, RouterOutput | None]:
         """The normed output of the last block, the cache, and the routers' outputs, [L, ...] for layers with experts.
 
         `batch`: see `decoder.Decoder`. For cross-attention it also holds the encoder output, memory [B, S, M], and

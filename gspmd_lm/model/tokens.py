@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
     # Of one layer:
     layer: Any = None  # its number, counted from 0
     input_BTY: jax.Array | None = None  # see `altup.LayerInputs`
-    cache: Cache[jax.Array] | None = None
+    cache: Cache | None = None
     kept: Kept | None = None  # keys and values of the layers before it, for later ones
     routed: Any = None  # what its router did: see `moe.RouterOutput`
 
@@ -67,7 +67,7 @@ class Tokens(NamedTuple):
         """The index of this layer in the cache, among those of its kind."""
         return self.layer if self.places_in_cache_L is None else self.places_in_cache_L[self.layer]
 
-    def for_layer(self, layer: Any, cache: Cache[jax.Array] | None, kept: Kept | None, input_BTY: Any) -> "Tokens":
+    def for_layer(self, layer: Any, cache: Cache | None, kept: Kept | None, input_BTY: Any) -> "Tokens":
         """The tokens as one layer reads them, with its own dropout keys."""
         keys_BT = self.keys_BT
         if keys_BT is not None:

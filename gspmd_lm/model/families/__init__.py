@@ -42,7 +42,7 @@ def decode(
 
 
 def extend(
-    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], cache: Cache[jax.Array]
-) -> tuple[jax.Array, Weight, Weight | None, Cache[jax.Array]]:
+    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], cache: Cache
+) -> tuple[jax.Array, Weight, Weight | None, Cache]:
     """`decode` for the first tokens of each row, or for one more, with the cache to which they were added."""
     return apply(cfg, params, batch, None, cache)[:4]

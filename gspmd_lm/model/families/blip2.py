@@ -30,7 +30,7 @@ class ImageDecoder(Decoder):
 
     @nn.compact
     def __call__(
-        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
+        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache | None = None
     ) -> Decoded:
         """`batch` is that of `Decoder` or of `t5.EncoderDecoder`, with patches [B, S, X] as `vit.ImageClassifier` sees
         them. The image tokens take the first positions of a row, or of its source.

@@ -63,7 +63,7 @@ class EncoderDecoder(Decoder):
 
     @nn.compact
     def __call__(
-        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
+        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache | None = None
     ) -> Decoded:
         """`batch` is that of `Decoder`, with source_tokens, source_positions and source_segment_ids [B, S].
 
