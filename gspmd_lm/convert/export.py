@@ -162,16 +162,14 @@ def _pieces(array: Any, entry: tuple[int, ...]) -> Iterator[tuple[tuple[slice, .
     elif not array.shape:
         yield (), array.addressable_data(0)
     elif array.is_fully_addressable:
-        seen = set()
         for shard in array.addressable_shards:
             index = tuple(slice(*at.indices(size)[:2]) for at, size in zip(shard.index, array.shape, strict=True))
-            bounds = tuple((at.start, at.stop) for at in index)
-            if bounds in seen or not all(start <= e < stop for e, (start, stop) in zip(entry, bounds, strict=False)):
+            within = all(at.start <= e < at.stop for e, at in zip(entry, index, strict=False))
+            if shard.replica_id or not within:
                 continue
-            seen.add(bounds)
             # numpy sees a CPU's array where it is. Of an accelerator's array, an entry is cut out before it is copied.
             held = np.asarray(shard.data) if shard.device.platform == "cpu" else shard.data
-            at = tuple(e - start for e, (start, _) in zip(entry, bounds, strict=False))
+            at = tuple(e - part.start for e, part in zip(entry, index, strict=False))
             yield index[len(entry) :], held[at] if at else held
     else:
         row_bytes = max(int(np.prod(shape[1:])) * array.dtype.itemsize, 1)
