@@ -85,16 +85,17 @@ class Task:
     def __post_init__(self):
         if not self.inputs:
             raise InputError(f"task {self.name}: a batch has no arrays\n  fix   name them in inputs")
-        rows = self.vocabulary.rows if self.vocabulary else (*next(iter(self.specs().values())).axes, "batch")[0]
+        specs = self.specs()
+        rows = self.vocabulary.rows if self.vocabulary else (*next(iter(specs.values())).axes, "batch")[0]
         wrong = [
             f"  {name}: {tuple(one.shape)} has another number of dimensions than its spec {one.spec!r}"
             for name, one in self.inputs.items()
-            if len(one.shape) != len(_spec(one).axes)
+            if len(one.shape) != len(specs[name].axes)
         ]
         wrong += [
             f"  {name}: the first axis of {one.spec!r} is not {rows}"
             for name, one in self.inputs.items()
-            if _spec(one).axes[:1] != (rows,)
+            if specs[name].axes[:1] != (rows,)
         ]
         if len({one.shape[:1] for one in self.inputs.values()}) > 1:
             wrong.append("  inputs have different numbers of rows")
@@ -269,7 +270,7 @@ class Task:
 
     def specs(self) -> dict[str, Spec]:
         """The array's name and the logical axes of each input."""
-        return {name: _spec(one) for name, one in self.inputs.items()}
+        return {name: Spec.from_text(one.spec) for name, one in self.inputs.items()}
 
     def batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of a batch of `rows` rows."""
@@ -316,8 +317,3 @@ def _describe(tree: Any) -> dict[str, str]:
 
 def _rows(batch: Batch) -> int:
     return next(iter(batch.values())).shape[0]
-
-
-def _spec(one: Input) -> Spec:
-    array, _, axes = one.spec.partition(": ")
-    return Spec(array, tuple(axes.split()))

@@ -86,6 +86,12 @@ class Spec(NamedTuple):
     axes: tuple[str, ...]
     table: str = "rules"  # in use; "weights" at rest; "optimizer" as a gradient
 
+    @classmethod
+    def from_text(cls, text: str, table: str = "rules") -> "Spec":
+        """Spec("residual", ("batch", "seq", "embed")) for 'residual: batch seq embed'."""
+        array, _, axes = text.partition(": ")
+        return cls(array, tuple(axes.split()), table)
+
     @property
     def is_constraint(self) -> bool:
         """Whether a constraint of flax places it, which names axes and no array."""
@@ -212,13 +218,13 @@ def placement() -> Placement:
 
 
 def parse(text: str, rank: int) -> Spec:
-    """Spec("residual", ("batch", "seq", "embed")) for 'residual: batch seq embed', an array of `rank` dimensions.
+    """The Spec that a text says for an array of `rank` dimensions: see `Spec.from_text`.
 
     Raises InputError for another number of dimensions. Under a placement, it is also raised for a name that the model
     does not have.
     """
-    array, _, names = text.partition(": ")
-    axes, place = tuple(names.split()), placement()
+    spec, place = Spec.from_text(text), placement()
+    array, axes, _ = spec
     if len(axes) != rank:
         raise InputError(
             f'shard(x, "{text}"): {array} has {len(axes)} axes here, and x has {rank} dimensions\n'
@@ -229,7 +235,7 @@ def parse(text: str, rank: int) -> Spec:
         check_name(word, "activation", array, known.activations)
         for axis in axes:
             check_name(word, "axis", axis, known.axes)
-    return Spec(array, axes)
+    return spec
 
 
 # Questions that a model asks about the placement
