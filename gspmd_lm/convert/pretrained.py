@@ -74,7 +74,7 @@ def array_locations(row: Family, model: config.ModelConfig) -> Any:
         letters = "".join(LETTERS[axis] for axis in leaf.axes[ahead:])
         return ArrayLocation(leaf.path, weight, layers, like.shape[:ahead], letters, like.shape, like.dtype, tensor)
 
-    tree = jax.tree.map(locate, shapes.named_params, shapes.params, is_leaf=lambda leaf: isinstance(leaf, Named))
+    tree = jax.tree.map(locate, shapes.named_params, shapes.params)
     if lacking:
         raise InputError(f"{row.name} has no tensor for {', '.join(dict.fromkeys(lacking))}")
     return tree

@@ -192,12 +192,8 @@ def readable(like: Any, params: Any) -> Any:
     """The parameters, nested dicts of arrays, as the functions of a model take them: each is placed for use where it is
     read. like: the output of the model's `init`, or its shapes.
     """
-    boxes = jax.tree.map(
-        lambda leaf, array: Box(array, leaf.path, leaf.axes),
-        name_params(box_params(like)),
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, Named),
-    )
+    named = name_params(box_params(like))
+    boxes = jax.tree.map(lambda leaf, array: Box(array, leaf.path, leaf.axes), named, params)
     if not _is_state(like):
         return boxes
     flat: list[Any] = []

@@ -306,17 +306,14 @@ def one_forward_one_backward(
             dw_S = _sum(replicas_of(place, names, ()), leaf.path).reduce(addends, spec)
         return dw_S.reshape(w.shape).astype(w.dtype)
 
-    def map_leaves(function: Callable[..., jax.Array], named: Any, *trees: Any) -> Any:
-        return jax.tree.map(function, named, *trees, is_leaf=lambda leaf: isinstance(leaf, Named))
-
     with placed_by(place.within_stage):
-        trained, frozen = (map_leaves(apart, *pair) for pair in zip(named, weights, strict=True))
+        trained, frozen = (jax.tree.map(apart, *pair) for pair in zip(named, weights, strict=True))
         pieces = jax.tree.map(lambda x: replicas.apart(x, "M"), batch)
         added_up = functools.partial(_one_by_one, loss, place.stages, trained, frozen)
         zero = jnp.zeros((replicas.split.num_shards,) if replicas.split.over else ())
         gradients, total = replicas.each(added_up)(pieces, zero)
     total = jax.tree.map(lambda x: x.sum(0), total) if replicas.split.over else total
-    return map_leaves(together, named[0], gradients, weights[0]), total
+    return jax.tree.map(together, named[0], gradients, weights[0]), total
 
 
 def _one_by_one(

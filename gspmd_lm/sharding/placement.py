@@ -32,7 +32,7 @@ UNROLLED_TURNS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """The path and logical axes of one leaf of a tree: what a rules file needs to know of it."""
+    """The path and logical axes of one leaf of a tree, which rules files need to know. jax takes it for a leaf, too."""
 
     path: str
     axes: tuple[str, ...]
@@ -91,12 +91,7 @@ class MeshPlacement(Placement):
 
     def shardings(self, table: str, named: Any, abstract: Any) -> Any:
         """A tree of shardings for a tree of Named leaves and one of their shapes."""
-        return jax.tree.map(
-            lambda leaf, like: self.sharding(table, leaf.path, leaf.axes, like.shape),
-            named,
-            abstract,
-            is_leaf=lambda leaf: isinstance(leaf, Named),
-        )
+        return jax.tree.map(lambda leaf, like: self.sharding(table, leaf.path, leaf.axes, like.shape), named, abstract)
 
     @property
     def stages(self) -> Stages | None:
@@ -203,9 +198,7 @@ class MeshPlacement(Placement):
 
     def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         def spec(place: Any) -> PartitionSpec | None:
-            if isinstance(place, str):
-                array, _, axes = place.partition(": ")
-                place = Spec(array, tuple(axes.split()))
+            place = Spec.from_text(place) if isinstance(place, str) else place
             if isinstance(place, Spec):
                 place = [self.rules.split(place.table, place.array, axis) for axis in place.axes]
             return None if place is None else _partition_spec(place)
@@ -327,9 +320,8 @@ def mark(x: jax.Array, spec: Spec) -> jax.Array:
 
 def marked_placement(name: str) -> Spec | None:
     """The placement that an operation `name` of a recorded program marks; None for other names."""
-    table, _, rest = name.partition(" ")
-    array, colon, axes = rest.partition(": ")
-    return Spec(array, tuple(axes.split()), table) if colon else None
+    table, _, text = name.partition(" ")
+    return Spec.from_text(text, table) if ": " in text else None
 
 
 def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Recorder:

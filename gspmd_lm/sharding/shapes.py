@@ -119,8 +119,7 @@ def _name_params(boxed: Any) -> tuple[Any, Any]:
 
 def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
     """The leaves of a tree of Named, each with the leaf of `abstract` that it names."""
-    leaves = jax.tree.leaves(named, is_leaf=lambda leaf: isinstance(leaf, Named))
-    return list(zip(leaves, jax.tree.leaves(abstract), strict=True))
+    return list(zip(jax.tree.leaves(named), jax.tree.leaves(abstract), strict=True))
 
 
 def place_array(
