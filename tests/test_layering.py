@@ -330,7 +330,7 @@ def test_a_file_has_one_job():
 
 # How often the package does what CONTRIBUTING.md (Style) asks to be rare. A change that lowers a count writes it here.
 # No change raises one.
-RATCHET = {"bare participles": 7, "of_...": 7, "fmt: skip": 81, "conditions on the config in model/": 106}
+RATCHET = {"bare participles": 7, "of_...": 7, "fmt: skip": 80, "conditions on the config in model/": 106}
 PARTICIPLES = "begun chosen drawn found given heard held kept known laid left made seen sent shown taken told written"
 NO_PARTICIPLES = ("embed", "feed", "seed", "speed")
 

@@ -30,7 +30,7 @@ class Family:
     heads: tuple[str, ...] = ()
     older_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # ends of names in old files -> today's
     twice: Mapping[str, str] = dataclasses.field(default_factory=dict)  # tensor that files may have -> its equal
-    # Fields of config.json that hold fields themselves. A codec names these text_config.hidden_size.
+    # Fields of config.json that hold fields themselves, text_config.hidden_size: see `Part`.
     parts: tuple[str, ...] = ()
     text_type: str = ""  # of a model_type with several rows, one for each kind of decoder: text_config.model_type
 
@@ -101,8 +101,8 @@ class Part:
     """The fields of a part of a config.json, such as text_config, as those of a family of its own."""
 
     name: str
-    model_type: str
     codecs: tuple[FieldCodec, ...]
+    model_type: str = ""  # as it is written; "": not at all
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         ahead = f"{self.name}."
@@ -115,7 +115,7 @@ class Part:
         reader.notes += [ahead + note for note in inner.notes]
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        fields: dict[str, Any] = {"model_type": self.model_type}
+        fields: dict[str, Any] = {"model_type": self.model_type} if self.model_type else {}
         for codec in self.codecs:
             fields |= codec.write(model)
         return {f"{self.name}.{name}": value for name, value in fields.items()}

@@ -1,7 +1,7 @@
 """BLIP-2: a decoder of another family that reads an image through learned query tokens."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
@@ -10,10 +10,20 @@ from gspmd_lm.convert.families.opt import OPT
 from gspmd_lm.convert.families.t5 import T5
 from gspmd_lm.convert.families.vit import ImagePatches
 from gspmd_lm.convert.family import GELU_NEW, Family, Part
-from gspmd_lm.convert.fields import Activation, FieldCodec, Fixed, Renamed, Values
+from gspmd_lm.convert.fields import Activation, Fixed, Values
 from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp
 
 _QUERIES = "qformer_config"
+_ROWS, _EVERY = "num_query_tokens", f"{_QUERIES}.cross_attention_frequency"
+_VISION_STACK = Part(VISION, (
+    *tower_sizes(1408, 16, 6144, 39, 1e-6), ImagePatches("none", 14), Activation("hidden_act", "gelu", GELU_NEW),
+    Fixed("num_channels", 3, "is another number of colours than 3, which is not supported"),
+    Fixed("qkv_bias", True, "has no biases of queries, keys and values, which is not supported"),
+))  # fmt: skip
+_QUERY_STACK = Part(_QUERIES, (
+    *tower_sizes(768, 12, 3072, 12, 1e-12), Activation("hidden_act", "gelu", GELU_NEW),
+    Fixed("use_qformer_text_input", False, "also reads a text, which is not supported"),
+))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,28 +31,16 @@ class ReadImages:
     """BLIP-2's stacks before its decoder: the image encoder, and the one whose query tokens attend to its output."""
 
     start_token: int  # of a config.json that says none
-    seen: tuple[FieldCodec, ...] = (
-        *tower_sizes(VISION, 1408, 16, 6144, 39, 1e-6), ImagePatches("none", f"{VISION}.", 14),
-        Activation(f"{VISION}.hidden_act", "gelu", GELU_NEW),
-        Fixed(f"{VISION}.num_channels", 3, "is another number of colours than 3, which is not supported"),
-        Fixed(f"{VISION}.qkv_bias", True, "has no biases of queries, keys and values, which is not supported"),
-    )  # fmt: skip
-    reading: tuple[FieldCodec, ...] = (
-        *tower_sizes(_QUERIES, 768, 12, 3072, 12, 1e-12), Renamed("num_query_tokens", "context", 32),
-        Activation(f"{_QUERIES}.hidden_act", "gelu", GELU_NEW),
-        Fixed(f"{_QUERIES}.use_qformer_text_input", False, "also reads a text, which is not supported"),
-    )  # fmt: skip
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         found, queries = Values(), Values()
-        for codecs, part in ((self.seen, found), (self.reading, queries)):
-            for codec in codecs:
-                codec.read(reader, part)
+        _VISION_STACK.read(reader, found)
+        _QUERY_STACK.read(reader, queries)
         kept = {name: name for name in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")}
         kept |= {"feed_forward.activation": "activation", "norm.eps": "norm_eps"}
         values["vision"] = {"patches": found["patches"]} | {name: found[key] for key, name in kept.items()} | {
             "queries": {name: queries[key] for key, name in kept.items()} | {
-                "rows": queries["context"], "every": reader.number([f"{_QUERIES}.cross_attention_frequency"], 2),
+                "rows": reader.number([_ROWS], 32), "every": reader.number([_EVERY], 2),
                 "token": reader.whole(["image_token_index", "image_token_id"], 0, 0),
                 "start_token": reader.whole([f"{TEXT}.bos_token_id"], self.start_token, 0),
             },
@@ -50,13 +48,11 @@ class ReadImages:
         values |= {"frozen": ["vision"], "row_multiple": 8 if "encoder" in values else 1}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        if not (model.vision and (queries := model.vision.queries)):
+        if not (model.vision and model.vision_config and model.queries_config and (queries := model.vision.queries)):
             return {}
-        written = {f"{_QUERIES}.cross_attention_frequency": queries.every, "image_token_index": queries.token,
-                   f"{TEXT}.bos_token_id": queries.start_token}  # fmt: skip
-        for codecs, part in ((self.seen, model.vision_config), (self.reading, model.queries_config)):
-            for codec in codecs:
-                written |= codec.write(cast(config.ModelConfig, part))
+        written = {_ROWS: queries.rows, _EVERY: queries.every, "image_token_index": queries.token}
+        written |= {f"{TEXT}.bos_token_id": queries.start_token}
+        written |= _VISION_STACK.write(model.vision_config) | _QUERY_STACK.write(model.queries_config)
         del written[f"{VISION}.num_channels"]  # transformers has no such field: there are three
         return written
 
@@ -103,7 +99,7 @@ def _blip2(row: Family, start_token: int) -> Family:
         "BLIP-2",
         "blip-2",
         "Blip2ForConditionalGeneration",
-        (Part(TEXT, row.model_type, row.codecs), ReadImages(start_token)),
+        (Part(TEXT, row.codecs, row.model_type), ReadImages(start_token)),
         (*tensors, *_READING),
         prefix="",
         no_weights=tuple(pattern.replace("^", r"^language_model\.") for pattern in row.no_weights),

@@ -1,12 +1,11 @@
 """CLIP, whose towers of texts and of images are compared."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.vit import ImagePatches, stack_sizes
-from gspmd_lm.convert.family import BIASES, GELU_NEW, PLAIN_LAYERNORM, Family
+from gspmd_lm.convert.family import BIASES, GELU_NEW, PLAIN_LAYERNORM, Family, Part
 from gspmd_lm.convert.fields import Activation, FieldCodec, Given, Renamed, Values
 from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp, separate_qkv
 
@@ -27,39 +26,35 @@ class QuickActivation(Activation):
         return {self.names: _QUICK_GELU} if model.feed_forward.slope == _SLOPE else super().write(model)
 
 
-@dataclasses.dataclass(frozen=True)
 class EndOfText:
     """The token at which a text is read. Here it is the last one, whose number only the tokenizer says."""
 
-    name: str = f"{TEXT}.eos_token_id"
-
     def read(self, reader: ConfigReader, values: Values) -> None:
-        reader.whole([self.name], _HIGHEST, 0)
+        reader.whole(["eos_token_id"], _HIGHEST, 0)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.name: _HIGHEST}
+        return {"eos_token_id": _HIGHEST}
 
 
-def tower_sizes(part: str, embed: int, heads: int, mlp: int, layers: int, eps: float) -> tuple[FieldCodec, ...]:
-    """The sizes of a stack of blocks that a part of config.json states, with defaults."""
-    return (*stack_sizes(f"{part}.", embed, heads, layers, eps), Renamed(f"{part}.intermediate_size", "mlp", mlp))
+def tower_sizes(embed: int, heads: int, mlp: int, layers: int, eps: float) -> tuple[FieldCodec, ...]:
+    """The sizes of a stack of blocks, with defaults."""
+    return (*stack_sizes(embed, heads, layers, eps), Renamed("intermediate_size", "mlp", mlp))
 
 
-def _tower(part: str, embed: int, heads_: int, mlp: int) -> tuple[FieldCodec, ...]:
-    quick = QuickActivation(f"{part}.hidden_act", _QUICK_GELU, GELU_NEW, ((_QUICK_GELU, "silu"),))
-    return (*tower_sizes(part, embed, heads_, mlp, 12, 1e-5), quick)
+def _tower(embed: int, heads_: int, mlp: int) -> tuple[FieldCodec, ...]:
+    quick = QuickActivation("hidden_act", _QUICK_GELU, GELU_NEW, ((_QUICK_GELU, "silu"),))
+    return (*tower_sizes(embed, heads_, mlp, 12, 1e-5), quick)
 
 
-@dataclasses.dataclass(frozen=True)
-class VisionPart:
+_VISION_TOWER = Part(VISION, (*_tower(768, 12, 3072), ImagePatches("none", 32)))
+
+
+class Images:
     """The tower of images, and the space in which texts and images are compared."""
-
-    codecs: tuple[FieldCodec, ...] = (*_tower(VISION, 768, 12, 3072), ImagePatches("none", f"{VISION}.", 32))
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         found = Values()
-        for codec in self.codecs:
-            codec.read(reader, found)
+        _VISION_TOWER.read(reader, found)
         for setting in ("feed_forward.activation", "feed_forward.slope", "norm.eps"):
             if found[setting] != values[setting]:
                 both = f"{found[setting]}, and {values[setting]} by {TEXT}"
@@ -75,16 +70,15 @@ class VisionPart:
         if not (model.vision and (vision := model.vision_config)):
             return {}
         written = {"projection_dim": model.vision.projection, "logit_scale_init_value": model.vision.temperature}
-        for codec in self.codecs:
-            written |= codec.write(vision)
-        return written
+        return written | _VISION_TOWER.write(vision)
 
 
-_CLIP = (
-    Renamed(f"{TEXT}.vocab_size", "vocab", 49408),
-    Renamed(f"{TEXT}.max_position_embeddings", "context", 77),
-    *(*_tower(TEXT, 512, 8, 2048), PLAIN_LAYERNORM, Given({"positions": "learned"}), BIASES, EndOfText(), VisionPart()),
+_TEXT_TOWER = (
+    Renamed("vocab_size", "vocab", 49408),
+    Renamed("max_position_embeddings", "context", 77),
+    *(*_tower(512, 8, 2048), EndOfText()),
 )
+_CLIP = (Part(TEXT, _TEXT_TOWER), PLAIN_LAYERNORM, Given({"positions": "learned"}), BIASES, Images())
 
 
 def tower_blocks(prefix: str, ours: str, last: str) -> tuple[Tensor, ...]:

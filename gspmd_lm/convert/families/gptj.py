@@ -1,6 +1,5 @@
 """GPT-J."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
@@ -11,14 +10,11 @@ from gspmd_lm.convert.fields import Given, Values
 from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp, separate_qkv
 
 
-@dataclasses.dataclass(frozen=True)
 class RotaryDim:
     """GPT-J's rotary positions: the number of dimensions that are rotated."""
 
-    default: int = 64
-
     def read(self, reader: ConfigReader, values: Values) -> None:
-        rotated = reader.get(["rotary_dim"], None if "rotary_dim" in reader.raw else self.default)
+        rotated = reader.get(["rotary_dim"], None if "rotary_dim" in reader.raw else 64)
         rotated = reader.positive("rotary_dim", rotated)
         values["positions"] = "rope"
         values["attention.rope.dim"] = 0 if rotated == values["head_dim"] else rotated

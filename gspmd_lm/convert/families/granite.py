@@ -18,10 +18,9 @@ class Divisor:
 
     name: str
     setting: str
-    default: float = 1.0
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        values[self.setting] = 1 / reader.number([self.name], self.default)
+        values[self.setting] = 1 / reader.number([self.name], 1.0)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.name: find_root(value_at(model, self.setting), -1)}

@@ -1,12 +1,11 @@
 """SAM, which cuts objects out of images."""
 
-import dataclasses
 from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.vit import SEES_ALL, ImagePatches, stack_sizes
-from gspmd_lm.convert.family import GELU_NEW, PLAIN_LAYERNORM, Family
+from gspmd_lm.convert.family import GELU_NEW, PLAIN_LAYERNORM, Family, Part
 from gspmd_lm.convert.fields import Activation, Fixed, Flag, Given, Values, shortest_pattern
 from gspmd_lm.convert.layout import Tensor, linear, norm, plain_mlp, separate_qkv
 from gspmd_lm.model.families.sam import MASK_CHANNELS, QUARTERS
@@ -19,51 +18,50 @@ class WholeLayers:
     """SAM's windows, and the layers in which a patch attends to the whole image."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        size = reader.get([f"{_VISION}.window_size"], 14)
-        numbers = reader.get([f"{_VISION}.global_attn_indexes"], [2, 5, 8, 11])
+        size = reader.get(["window_size"], 14)
+        numbers = reader.get(["global_attn_indexes"], [2, 5, 8, 11])
         if type(size) is not int or not 0 <= size < 2**16:
-            reader.refuse(f"{_VISION}.window_size", size, "must be a whole number")
+            reader.refuse("window_size", size, "must be a whole number")
         elif not isinstance(numbers, list) or any(type(one) is not int or one < 0 for one in numbers):
-            reader.refuse(f"{_VISION}.global_attn_indexes", numbers, "must be a list of whole numbers")
+            reader.refuse("global_attn_indexes", numbers, "must be a list of whole numbers")
         else:
             kinds = ["whole" if number in numbers else "full" for number in range(values["layers"])]
             if size == 0:
                 kinds, size = ["full"], config.Patches(**values["patches"]).side
             values["layer_pattern"] = shortest_pattern(kinds)
-            values["windows"] = {"size": size, "vectors": reader.flag([f"{_VISION}.use_rel_pos"], True)}
+            values["windows"] = {"size": size, "vectors": reader.flag(["use_rel_pos"], True)}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not model.windows or not model.patches:
             return {}
         whole = [number for number, kind in enumerate(model.kind_of_each_layer) if kind == "whole"]
         size = 0 if config.is_whole(model) and not whole else model.windows.size
-        fields = {"window_size": size, "global_attn_indexes": whole, "use_rel_pos": model.windows.vectors}
-        return {f"{_VISION}.{name}": value for name, value in fields.items()}
+        return {"window_size": size, "global_attn_indexes": whole, "use_rel_pos": model.windows.vectors}
 
 
 class MlpWidth:
     """The hidden width of the blocks, as a number or as a multiple of theirs."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        ratio = reader.number([f"{_VISION}.mlp_ratio"], 4.0)
-        values["mlp"] = reader.number([f"{_VISION}.mlp_dim"], int(ratio * values["embed"]))
+        ratio = reader.number(["mlp_ratio"], 4.0)
+        values["mlp"] = reader.number(["mlp_dim"], int(ratio * values["embed"]))
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {f"{_VISION}.mlp_dim": model.mlp, f"{_VISION}.mlp_ratio": model.mlp / model.embed}
+        return {"mlp_dim": model.mlp, "mlp_ratio": model.mlp / model.embed}
 
 
-@dataclasses.dataclass(frozen=True)
+# Fields of the decoder of masks, the settings that they state, and their defaults.
+_MASK_SIZES = (
+    ("hidden_size", "embed", 256), ("num_hidden_layers", "layers", 2), ("num_attention_heads", "heads", 8),
+    ("mlp_dim", "mlp", 2048), ("attention_downsample_rate", "narrowing", 2), ("num_multimask_outputs", "several", 3),
+)  # fmt: skip
+
+
 class MaskParts:
     """The decoder of masks, and what reads prompts."""
 
-    settings: tuple[tuple[str, str, int], ...] = (
-        ("hidden_size", "embed", 256), ("num_hidden_layers", "layers", 2), ("num_attention_heads", "heads", 8),
-        ("mlp_dim", "mlp", 2048), ("attention_downsample_rate", "narrowing", 2),
-        ("num_multimask_outputs", "several", 3),
-    )  # fmt: skip
-
     def read(self, reader: ConfigReader, values: Values) -> None:
-        values["masks"] = {ours: reader.whole([f"{_MASKS}.{name}"], usual, 1) for name, ours, usual in self.settings}
+        values["masks"] = {ours: reader.whole([f"{_MASKS}.{name}"], usual, 1) for name, ours, usual in _MASK_SIZES}
         wanted = self._repeated_sizes(values["masks"]["embed"], config.Patches(**values["patches"]))
         for name, value in wanted.items():
             if (found := reader.get([name], value)) != value:
@@ -81,7 +79,7 @@ class MaskParts:
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (model.masks and model.patches):
             return {}
-        written = {f"{_MASKS}.{name}": getattr(model.masks, ours) for name, ours, _ in self.settings}
+        written = {f"{_MASKS}.{name}": getattr(model.masks, ours) for name, ours, _ in _MASK_SIZES}
         return written | self._repeated_sizes(model.masks.embed, model.patches)
 
 
@@ -89,14 +87,16 @@ def _fixed_field(name: str, value: Any) -> Fixed:
     return Fixed(name, value, f"is not {value}, which is not supported")
 
 
-_SAM = (
-    *(*stack_sizes(f"{_VISION}.", eps=_EPS), MlpWidth(), PLAIN_LAYERNORM, SEES_ALL),
-    Activation(f"{_VISION}.hidden_act", "gelu", GELU_NEW),
+_IMAGES = (
+    *(*stack_sizes(eps=_EPS), MlpWidth(), PLAIN_LAYERNORM, SEES_ALL),
+    Activation("hidden_act", "gelu", GELU_NEW),
     Given({"norm.final": False}),
-    ImagePatches("none", f"{_VISION}.", class_row=False, image=1024),
-    WholeLayers(),
-    Flag(f"{_VISION}.use_abs_pos", ("positions",), True, "learned", "none"),
-    Flag(f"{_VISION}.qkv_bias", ("attention.qkv_bias",), True),
+    *(ImagePatches("none", class_row=False, image=1024), WholeLayers()),
+    Flag("use_abs_pos", ("positions",), True, "learned", "none"),
+    Flag("qkv_bias", ("attention.qkv_bias",), True),
+)
+_SAM = (
+    Part(_VISION, _IMAGES),
     MaskParts(),
     _fixed_field(f"{_PROMPT}.layer_norm_eps", _EPS),
     _fixed_field(f"{_MASKS}.layer_norm_eps", _EPS),

@@ -17,17 +17,15 @@ class ImagePatches:
     """The sizes of an image and of its patches, from which the rows of an image follow."""
 
     distillation: str
-    part: str = ""  # of config.json, with a dot behind it
     size: int = 16  # of a patch, where no field says it
     class_row: bool = True
     image: int = 224  # pixels on a side of an image, where no field says it
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        sides = (f"{self.part}image_size", self.image), (f"{self.part}patch_size", self.size)
-        image, size = (self._side(reader, *side) for side in sides)
-        channels = reader.whole([f"{self.part}num_channels"], 3, 1)
+        image, size = self._side(reader, "image_size", self.image), self._side(reader, "patch_size", self.size)
+        channels = reader.whole(["num_channels"], 3, 1)
         if image % size:
-            reader.refuse(sides[0][0], image, f"is not a multiple of patch_size: {size}")
+            reader.refuse("image_size", image, f"is not a multiple of patch_size: {size}")
             image = size
         values["patches"] = {"image": image, "size": size, "channels": channels, "distillation": self.distillation}
         values |= {"vocab": 0, "context": self.class_row + (self.distillation != "none") + (image // size) ** 2}
@@ -46,8 +44,7 @@ class ImagePatches:
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (patches := model.patches):
             return {}
-        fields = {"image_size": patches.image, "patch_size": patches.size, "num_channels": patches.channels}
-        return {f"{self.part}{name}": value for name, value in fields.items()}
+        return {"image_size": patches.image, "patch_size": patches.size, "num_channels": patches.channels}
 
 
 def mlp_ratio(model: config.ModelConfig) -> float:
@@ -56,19 +53,14 @@ def mlp_ratio(model: config.ModelConfig) -> float:
     return ratio if int(ratio * model.embed) == model.mlp else math.nextafter(ratio, math.inf)
 
 
-def stack_sizes(
-    part: str = "", embed: int = 768, heads: int = 12, layers: int = 12, eps: float = 1e-12
-) -> tuple[FieldCodec, ...]:
-    """The sizes of a stack of blocks, with defaults, besides that of its feed-forward network.
-
-    part: of config.json, with a dot behind it.
-    """
+def stack_sizes(embed: int = 768, heads: int = 12, layers: int = 12, eps: float = 1e-12) -> tuple[FieldCodec, ...]:
+    """The sizes of a stack of blocks, with defaults, besides that of its feed-forward network."""
     return (
-        Renamed(f"{part}hidden_size", "embed", embed),
-        Renamed(f"{part}num_hidden_layers", "layers", layers, most=MOST_LAYERS),
-        Renamed(f"{part}num_attention_heads", "heads", heads),
+        Renamed("hidden_size", "embed", embed),
+        Renamed("num_hidden_layers", "layers", layers, most=MOST_LAYERS),
+        Renamed("num_attention_heads", "heads", heads),
         ONE_WIDTH,
-        Renamed(f"{part}layer_norm_eps", "norm.eps", eps),
+        Renamed("layer_norm_eps", "norm.eps", eps),
     )
 
 
