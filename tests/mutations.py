@@ -205,8 +205,8 @@ MUTATIONS = tuple(
         # convert
         (
             "convert/families/t5.py",
-            'reader.number(["relative_attention_max_distance"], 128)',
-            'reader.number(["relative_attention_max_distance"], 64)',
+            'reader.number("relative_attention_max_distance", 128)',
+            'reader.number("relative_attention_max_distance", 64)',
             "convert/test_defaults.py",
         ),
         (

@@ -1,6 +1,6 @@
 """Reads fields of a config.json: gives checked values, and collects problems."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gspmd_lm.convert.strict_json import show_value
@@ -19,28 +19,28 @@ class ConfigReader:
         self.problems: list[str] = []
         self.notes: list[str] = []
 
-    def get(self, names: Sequence[str], default: Any = None) -> Any:
-        """The value of the first of the fields `names` that is set and not null.
+    def get(self, names: str, default: Any = None) -> Any:
+        """The value of the first of the fields `names`, with spaces between them, that is set and not null.
 
         All `names` mean the same. If several are set and differ, that is a problem.
         """
-        self.names_read.update(names)
-        values = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
+        self.names_read.update(names.split())
+        values = {name: self.raw[name] for name in names.split() if self.raw.get(name) is not None}
         first = next(iter(values), "")
         for name, value in values.items():
             if value != values[first]:
                 self.refuse(name, value, f"contradicts {first}: {show_value(values[first])}")
         return values.get(first, default)
 
-    def number(self, names: Sequence[str], default: Any = MISSING, most: float = LARGEST) -> Any:
+    def number(self, names: str, default: Any = MISSING, most: float = LARGEST) -> Any:
         """The value as by `get`, a number above zero. It is a problem if there is neither a value nor a default."""
         value = self.get(names, default)
         if value is MISSING:
-            self.problems.append(f"{names[0]}: missing")
+            self.problems.append(f"{names.split()[0]}: missing")
             return 1
         if value is default:
             return value
-        return self.positive(next(name for name in names if self.raw.get(name) is not None), value, most)
+        return self.positive(next(name for name in names.split() if self.raw.get(name) is not None), value, most)
 
     def positive(self, name: str, value: Any, most: float = LARGEST) -> Any:
         """`value` if it is a number above zero and at most `most`; otherwise 1, and that is a problem."""
@@ -52,19 +52,19 @@ class ConfigReader:
             return 1
         return value
 
-    def whole(self, names: Sequence[str], default: int, least: int) -> int:
+    def whole(self, names: str, default: int, least: int) -> int:
         """The value as by `get`, a whole number from `least` on."""
         value = self.get(names, default)
         if type(value) is int and value >= least:
             return value
-        self.refuse(names[0], value, f"must be a whole number from {least} on")
+        self.refuse(names.split()[0], value, f"must be a whole number from {least} on")
         return default
 
-    def flag(self, names: Sequence[str], default: bool) -> bool:
+    def flag(self, name: str, default: bool) -> bool:
         """The value as by `get`, true or false."""
-        value = self.get(names, default)
+        value = self.get(name, default)
         if not isinstance(value, bool):
-            self.refuse(names[0], value, "must be true or false")
+            self.refuse(name, value, "must be true or false")
         return bool(value)
 
     def refuse(self, name: str, value: Any, why: str) -> None:

@@ -39,11 +39,10 @@ class Renamed:
     may_be_zero: bool = False
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        names = self.names.split()
         default = self.default(values) if callable(self.default) else self.default
         values[self.setting] = 0
-        if not self.may_be_zero or reader.get(names) != 0:
-            values[self.setting] = reader.number(names, default, self.most)
+        if not self.may_be_zero or reader.get(self.names) != 0:
+            values[self.setting] = reader.number(self.names, default, self.most)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.names.split()[0]: value_at(model, self.setting)}
@@ -76,7 +75,7 @@ class Flag:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         default = self.default and not (self.null_is_false and self.name in reader.raw)
-        value = self.on if reader.flag([self.name], default) else self.off
+        value = self.on if reader.flag(self.name, default) else self.off
         values.update(dict.fromkeys(self.settings, value(values) if callable(value) else value))
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
@@ -136,7 +135,7 @@ class MustAgree(FieldCodec):
     settings: tuple[str, ...]
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        if self.name in reader.names_read or (stated := reader.get([self.name])) is None:
+        if self.name in reader.names_read or (stated := reader.get(self.name)) is None:
             return
         for setting in self.settings:
             default = config.default_at(config.ModelConfig, setting)
@@ -162,7 +161,7 @@ class MustEqual:
     why: str
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        value = reader.get([self.name], values[self.setting])
+        value = reader.get(self.name, values[self.setting])
         if value != values[self.setting]:
             reader.refuse(self.name, value, self.why)
 
@@ -180,7 +179,7 @@ class DefaultsTo:
     default: int = 0  # if the field is missing; 0: the other setting
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        value = reader.number([self.name], self.default or values[self.other])
+        value = reader.number(self.name, self.default or values[self.other])
         values[self.setting] = 0 if value == values[self.other] else value
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
@@ -196,7 +195,7 @@ class QueryScale:
     default: float = 256
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        scale = reader.number([self.name], self.default) ** self.power
+        scale = reader.number(self.name, self.default) ** self.power
         usual = values["head_dim"] ** -0.5 if values["head_dim"] else 0.0
         values["attention.scale"] = 0.0 if scale == usual else float(scale)
 
@@ -220,7 +219,7 @@ class KeyHeads:
     def read(self, reader: ConfigReader, values: Values) -> None:
         name = "num_key_value_heads"
         usual = values["heads"] if name in reader.raw or not self.default else self.default
-        values["kv_heads"] = reader.number([name], usual)
+        values["kv_heads"] = reader.number(name, usual)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {"num_key_value_heads": model.kv_heads}
@@ -228,7 +227,7 @@ class KeyHeads:
 
 def read_window(reader: ConfigReader, default: int | None) -> int | None:
     """The value of sliding_window, which is null if there is no window."""
-    value = reader.get(["sliding_window"], None if "sliding_window" in reader.raw else default)
+    value = reader.get("sliding_window", None if "sliding_window" in reader.raw else default)
     return None if value is None else reader.positive("sliding_window", value)
 
 
@@ -259,7 +258,7 @@ def check_each_layer(reader: ConfigReader, name: str, found: Any, usual: list[An
 
 def default_rotation(reader: ConfigReader, values: Values) -> list[int]:
     """The default of no_rope_layers: 0 for every no_rope_layer_interval-th layer, and 1 for the others."""
-    interval = reader.whole(["no_rope_layer_interval"], 4, 1)
+    interval = reader.whole("no_rope_layer_interval", 4, 1)
     return [int((i + 1) % interval != 0) for i in range(number_of_layers(values))]
 
 
@@ -272,10 +271,10 @@ class Window:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         window = read_window(reader, self.default)
-        if self.switch and not reader.flag([self.switch], False):
+        if self.switch and not reader.flag(self.switch, False):
             window = None
         values["attention.window"] = window or 0
-        kinds = reader.get(["layer_types"], [])
+        kinds = reader.get("layer_types", [])
         wanted = "sliding_attention" if window else "full_attention"
         if not isinstance(kinds, list) or any(kind != wanted for kind in kinds):
             reader.refuse("layer_types", kinds, "does not fit sliding_window, which all layers have or none")
@@ -298,13 +297,13 @@ class LayerTypes:
     def read(self, reader: ConfigReader, values: Values) -> None:
         slides = self.implied(reader)
         implied = ["sliding_attention" if slides(i) else "full_attention" for i in range(number_of_layers(values))]
-        if self.switch and not reader.flag([self.switch], False):
+        if self.switch and not reader.flag(self.switch, False):
             reader.names_read.add("sliding_window")
             window = None
             implied = ["full_attention"] * len(implied)
         else:
             window = read_window(reader, self.default)
-        kinds = check_each_layer(reader, "layer_types", reader.get(["layer_types"], implied), implied, BY_LAYER)
+        kinds = check_each_layer(reader, "layer_types", reader.get("layer_types", implied), implied, BY_LAYER)
         short = ["sliding" if window and BY_LAYER[kind] == "sliding" else self.full for kind in kinds]
         values["attention.window"] = window if "sliding" in short else 0
         values["layer_pattern"] = shortest_pattern(short)

@@ -49,15 +49,15 @@ class Rope:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         values["positions"] = "rope"
-        theta = reader.number([self.theta_name, "rope_theta"], self.theta)
-        part = reader.number([self.part_name, "partial_rotary_factor"], self.part or 1.0)
+        theta = reader.number(f"{self.theta_name} rope_theta", self.theta)
+        part = reader.number(f"{self.part_name} partial_rotary_factor", self.part or 1.0)
         if self.part not in (0, 1) and reader.raw.get("partial_rotary_factor", self.part) is None:
             reader.refuse("partial_rotary_factor", None, "must be a number above zero")  # transformers would take 1
-        local = reader.number([self.sliding_name], self.sliding_theta) if self.sliding_name else self.sliding_theta
-        reader.get([ORIGINAL])
-        older = reader.get(["rope_scaling"])
+        local = reader.number(self.sliding_name, self.sliding_theta) if self.sliding_name else self.sliding_theta
+        reader.get(ORIGINAL)
+        older = reader.get("rope_scaling")
         name = "rope_scaling" if older else "rope_parameters"
-        newer = reader.get(["rope_parameters"])
+        newer = reader.get("rope_parameters")
         if older and newer and older != newer:
             reader.refuse("rope_scaling", older, "contradicts rope_parameters")
         for field, value in (("rope_scaling", older), ("rope_parameters", newer)):
@@ -86,7 +86,7 @@ class Rope:
             if value is not None and (kind != "default" or field in (*_ALWAYS, BETA))
         }
         if self.temperature:
-            every = reader.get([ORIGINAL], rope.get(ORIGINAL))
+            every = reader.get(ORIGINAL, rope.get(ORIGINAL))
             if BETA not in rope or every is None:
                 reader.refuse(name, rope, f"lacks {BETA} or {ORIGINAL}")
             values["attention.temperature"] = {"scale": float(rope.get(BETA, 1)), "every": every}
@@ -100,7 +100,7 @@ class Rope:
             if kind != "longrope" or short is None or short != long:
                 reader.refuse(name, [kind, short, long], "is not longrope with short_mscale equal to long_mscale")
             rope["attention_factor"] = short or 1.0
-        turned = reader.number([self.turned_name], 64) if self.turned_name else int(values["head_dim"] * part)
+        turned = reader.number(self.turned_name, 64) if self.turned_name else int(values["head_dim"] * part)
         values["attention.rope.dim"] = 0 if turned == values["head_dim"] else turned
         if self.turned_name:
             under = rope.get("mscale_all_dim") if kind != "default" else None
@@ -163,7 +163,7 @@ def _scaling(
     if kind == "default":
         return {}
     # The field beside rope_scaling has precedence over the one in it, with its default too.
-    original = reader.get([ORIGINAL], default or rope.get(ORIGINAL, values["context"]))
+    original = reader.get(ORIGINAL, default or rope.get(ORIGINAL, values["context"]))
     original = reader.positive(ORIGINAL, original)
     if original < 2:
         reader.refuse(ORIGINAL, original, "must be at least 2")

@@ -16,9 +16,9 @@ class BeitPositions:
     """BEiT's positions: a position table, relative position biases of each layer or of all layers, or none."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        learned = reader.flag(["use_absolute_position_embeddings"], False)
-        own = reader.flag(["use_relative_position_bias"], False)
-        shared = reader.flag(["use_shared_relative_position_bias"], False)
+        learned = reader.flag("use_absolute_position_embeddings", False)
+        own = reader.flag("use_relative_position_bias", False)
+        shared = reader.flag("use_shared_relative_position_bias", False)
         if own and shared:
             reader.refuse("use_shared_relative_position_bias", shared, _NO_POSITIONS)
         values["positions"] = "learned" if learned else "none"
@@ -40,7 +40,7 @@ class BeitPooling:
     """Where BEiT reads the class: at the mean of the patches, which has a norm, or at the first row of normed ones."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        mean = reader.flag(["use_mean_pooling"], True)
+        mean = reader.flag("use_mean_pooling", True)
         values["norm.final"] = not mean
         values["patches"]["pool"] = "mean" if mean else "first"
 

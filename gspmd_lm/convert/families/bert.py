@@ -19,14 +19,14 @@ class Classes:
     """The number of classes, which is the length of id2label; 1 is a number to predict."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        names = reader.get(["id2label"], {})
+        names = reader.get("id2label", {})
         if not isinstance(names, dict):
             reader.refuse("id2label", names, "is not an object of numbers and names")
             names = {}
-        values["classes.count"] = reader.whole(["num_labels"], len(names) or 2, 1)
+        values["classes.count"] = reader.whole("num_labels", len(names) or 2, 1)
         if names and len(names) != values["classes.count"]:
             reader.refuse("num_labels", values["classes.count"], f"contradicts id2label, which has {len(names)}")
-        if (kind := reader.get(["problem_type"], "")) == SEVERAL and "patches" in values:
+        if (kind := reader.get("problem_type", "")) == SEVERAL and "patches" in values:
             reader.refuse("problem_type", kind, "is not supported for images")
         elif kind == SEVERAL:
             reader.notes.append(f"problem_type: {kind}: training and eval need --set data.label_kind=classes")

@@ -40,9 +40,9 @@ class ReadImages:
         kept |= {"feed_forward.activation": "activation", "norm.eps": "norm_eps"}
         values["vision"] = {"patches": found["patches"]} | {name: found[key] for key, name in kept.items()} | {
             "queries": {name: queries[key] for key, name in kept.items()} | {
-                "rows": reader.number([_ROWS], 32), "every": reader.number([_EVERY], 2),
-                "token": reader.whole(["image_token_index", "image_token_id"], 0, 0),
-                "start_token": reader.whole([f"{TEXT}.bos_token_id"], self.start_token, 0),
+                "rows": reader.number(_ROWS, 32), "every": reader.number(_EVERY, 2),
+                "token": reader.whole("image_token_index image_token_id", 0, 0),
+                "start_token": reader.whole(f"{TEXT}.bos_token_id", self.start_token, 0),
             },
         }  # fmt: skip
         values |= {"frozen": ["vision"], "row_multiple": 8 if "encoder" in values else 1}

@@ -20,7 +20,7 @@ class QuickActivation(Activation):
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         super().read(reader, values)
-        values["feed_forward.slope"] = _SLOPE if reader.get([self.names], self.default) == _QUICK_GELU else 1.0
+        values["feed_forward.slope"] = _SLOPE if reader.get(self.names, self.default) == _QUICK_GELU else 1.0
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.names: _QUICK_GELU} if model.feed_forward.slope == _SLOPE else super().write(model)
@@ -30,7 +30,7 @@ class EndOfText:
     """The token at which a text is read. Here it is the last one, whose number only the tokenizer says."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        reader.whole(["eos_token_id"], _HIGHEST, 0)
+        reader.whole("eos_token_id", _HIGHEST, 0)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {"eos_token_id": _HIGHEST}
@@ -62,8 +62,8 @@ class Images:
         sizes = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
         values["vision"] = {name: found[name] for name in sizes} | {
             "patches": found["patches"] | {"bias": False},
-            "projection": reader.number(["projection_dim"], 512),
-            "temperature": float(reader.number(["logit_scale_init_value"], 2.6592)),
+            "projection": reader.number("projection_dim", 512),
+            "temperature": float(reader.number("logit_scale_init_value", 2.6592)),
         }
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:

@@ -44,16 +44,16 @@ class Disentangled:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         for name, wanted in self.terms.items():
-            value = reader.get([name])
+            value = reader.get(name)
             found = value.lower().split("|") if name == "pos_att_type" and isinstance(value, str) else value
             if value is None:
                 reader.problems.append(f"{name}: missing, and only {wanted} is supported")
             elif (sorted(map(str, found)) if isinstance(found, list) else found) != wanted:
                 reader.refuse(name, value, f"is not supported, only {wanted}")
-        distance = reader.get(["max_relative_positions"], -1)
+        distance = reader.get("max_relative_positions", -1)
         distance = values["context"] if type(distance) is int and distance < 1 else distance
         distance = reader.positive("max_relative_positions", distance)
-        buckets = -1 if self.own else reader.get(["position_buckets"], -1)
+        buckets = -1 if self.own else reader.get("position_buckets", -1)
         half = distance if buckets == -1 else reader.positive("position_buckets", buckets)
         if buckets == distance:
             reader.refuse("position_buckets", buckets, "is not supported if it is max_relative_positions, only -1")
@@ -72,8 +72,8 @@ class ConvolutionOfTokens:
     """A convolution beside the first layer, if there is one."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        taps = reader.whole(["conv_kernel_size"], 0, 0)
-        groups, activation = reader.get(["conv_groups"], 1), reader.get(["conv_act"], "tanh")
+        taps = reader.whole("conv_kernel_size", 0, 0)
+        groups, activation = reader.get("conv_groups", 1), reader.get("conv_act", "tanh")
         if not taps:
             return
         if groups != 1:

@@ -19,7 +19,7 @@ class SharedExperts:
     default: int = 1
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        values["experts.shared_mlp"] = reader.whole(["n_shared_experts"], self.default, 0) * values["experts.mlp"]
+        values["experts.shared_mlp"] = reader.whole("n_shared_experts", self.default, 0) * values["experts.mlp"]
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {"n_shared_experts": config.value_at(model, "experts.shared_mlp") // model.expert_width}
@@ -34,16 +34,16 @@ class LatentSizes:
     v_head_dim: int = 128
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        turned, own = reader.number(["qk_rope_head_dim"], 64), reader.number(["qk_nope_head_dim"], self.own)
-        q_rank = reader.get(["q_lora_rank"], None if "q_lora_rank" in reader.raw else self.q_rank)
+        turned, own = reader.number("qk_rope_head_dim", 64), reader.number("qk_nope_head_dim", self.own)
+        q_rank = reader.get("q_lora_rank", None if "q_lora_rank" in reader.raw else self.q_rank)
         values["head_dim"] = turned + own
         values["attention.latent"] = {
-            "kv_rank": reader.number(["kv_lora_rank"], 512),
+            "kv_rank": reader.number("kv_lora_rank", 512),
             "q_rank": 0 if q_rank is None else reader.positive("q_lora_rank", q_rank),
-            "v_head_dim": reader.number(["v_head_dim"], self.v_head_dim),
+            "v_head_dim": reader.number("v_head_dim", self.v_head_dim),
         }
         for name, value in (("head_dim", turned), ("qk_head_dim", turned + own)):  # as transformers writes them
-            if reader.get([name], value) != value:
+            if reader.get(name, value) != value:
                 reader.refuse(name, reader.raw[name], f"is not {value}, as the sizes of its parts have it")
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
@@ -60,8 +60,8 @@ class GroupLimited:
     """DeepSeek-V2's topk_method: whether experts are chosen in the best groups, n_group and topk_group, or in all."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        method = reader.get(["topk_method"], "greedy")
-        groups, used = reader.get(["n_group"], 1), reader.get(["topk_group"], 1)
+        method = reader.get("topk_method", "greedy")
+        groups, used = reader.get("n_group", 1), reader.get("topk_group", 1)
         if method not in ("greedy", "group_limited_greedy"):
             reader.refuse("topk_method", method, "is not greedy or group_limited_greedy")
         limited = method == "group_limited_greedy"
@@ -81,10 +81,10 @@ class LaterTokens:
     """num_nextn_predict_layers: layers behind the last one that predict later tokens. They are left out."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        names = ["num_nextn_predict_layers", "num_mtp_layers"]
-        if count := reader.whole(names, 1, 0) * any(map(reader.raw.get, names)):
+        names = "num_nextn_predict_layers num_mtp_layers"
+        if count := reader.whole(names, 1, 0) * any(map(reader.raw.get, names.split())):
             reader.notes.append(
-                f"{names[0]}: {count}: what predicts later tokens stands behind the last layer and is left out"
+                f"{names.split()[0]}: {count}: what predicts later tokens stands behind the last layer and is left out"
             )
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:

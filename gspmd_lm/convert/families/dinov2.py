@@ -19,8 +19,8 @@ class Dinov2Sizes:
     """
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        reader.flag(["use_mask_token"], True)
-        values["mlp"] = int(reader.number(["mlp_ratio"], 4) * values["embed"])
+        reader.flag("use_mask_token", True)
+        values["mlp"] = int(reader.number("mlp_ratio", 4) * values["embed"])
         values["patches"]["pool"] = "both"
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:

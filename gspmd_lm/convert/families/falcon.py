@@ -25,11 +25,11 @@ class FalconBlock:
     """Falcon's block: key heads, norms, and whether attention and MLP are parallel, in the old form and the new."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        new = reader.flag(["new_decoder_architecture"], False)
-        heads = reader.number(["num_kv_heads", "n_head_kv"], values["heads"])
-        one = reader.flag(["multi_query"], True)
-        parallel = reader.flag(["parallel_attn"], True)
-        norms = reader.get(["num_ln_in_parallel_attn"], 2 if new else 1)
+        new = reader.flag("new_decoder_architecture", False)
+        heads = reader.number("num_kv_heads n_head_kv", values["heads"])
+        one = reader.flag("multi_query", True)
+        parallel = reader.flag("parallel_attn", True)
+        norms = reader.get("num_ln_in_parallel_attn", 2 if new else 1)
         if norms not in (1, 2) or (norms == 2 and not new):
             reader.refuse("num_ln_in_parallel_attn", norms, "is not 1, nor 2 with new_decoder_architecture")
         if new and not parallel:

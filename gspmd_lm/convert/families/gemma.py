@@ -23,7 +23,7 @@ class Cap:
     default: float | None
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        cap = reader.get([self.name], None if self.name in reader.raw else self.default)
+        cap = reader.get(self.name, None if self.name in reader.raw else self.default)
         values[self.setting] = 0.0 if cap is None else reader.positive(self.name, cap)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def all_but_every(length: int, name: str = "") -> Callable[[ConfigReader], Calla
     """Which layers have a window: all but every `length`-th. name: a field that says another length."""
 
     def find_windows(reader: ConfigReader) -> Callable[[int], bool]:
-        last = reader.whole([name], length, 1) if name else length
+        last = reader.whole(name, length, 1) if name else length
         return lambda i: (i + 1) % last != 0
 
     return find_windows

@@ -22,7 +22,7 @@ class EachLayer:
     default: int
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        value = reader.get([self.name], self.default)
+        value = reader.get(self.name, self.default)
         each = value if isinstance(value, list) and value else [value]
         if isinstance(value, list) and (len(value) != values["layers"] or any(one != value[0] for one in value)):
             reader.refuse(self.name, value, f"is not one number, or {values['layers']} that are equal")
@@ -38,7 +38,7 @@ class SparseActivation:
     def read(self, reader: ConfigReader, values: Values) -> None:
         layers, name = number_of_layers(values), "activation_sparsity_pattern"
         usual = [0.95 if i < 10 < layers else 0.0 for i in range(layers)]
-        shares = reader.get([name], usual)
+        shares = reader.get(name, usual)
         count = sum(map(bool, shares)) if isinstance(shares, list) else 0
         share = shares[0] if count else 0.0
         if not isinstance(share, float) or not 0 <= share < 1 or shares != [share] * count + [0] * (layers - count):

@@ -29,11 +29,11 @@ class MlpTypes:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         layers = number_of_layers(values)
-        types = reader.get(["mlp_layer_types"], _mlp_types(1, layers))
+        types = reader.get("mlp_layer_types", _mlp_types(1, layers))
         count = types.count("dense") if isinstance(types, list) else 0
         if types != _mlp_types(count, layers):
             reader.refuse("mlp_layer_types", types, "are not dense ones and then sparse ones, one for each layer")
-        if (first := reader.get(["first_k_dense_replace"], count)) != count:
+        if (first := reader.get("first_k_dense_replace", count)) != count:
             reader.refuse("first_k_dense_replace", first, f"contradicts mlp_layer_types, which has {count} dense ones")
         values["experts.dense_layers"] = count
 
@@ -52,7 +52,7 @@ class ChatRope:
     """ChatGLM's rotary positions, on the first half of a head. rope_ratio multiplies rope_theta, but in ChatGLM 2."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        ratio, path = reader.number(["rope_ratio"], 1), reader.raw.get("_name_or_path")
+        ratio, path = reader.number("rope_ratio", 1), reader.raw.get("_name_or_path")
         if ratio != 1 and values["vocab"] == CHATGLM2_VOCAB and "chatglm3" not in str(path):
             reader.refuse("rope_ratio", ratio, "divides positions in ChatGLM 2, which is not supported, and multiplies "
                           f"rope_theta in ChatGLM 3, which _name_or_path has to name: {path}")  # fmt: skip

@@ -15,13 +15,13 @@ class LocalLayers:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         layers = number_of_layers(values)
-        window = reader.whole(["window_size"], 256, 1)
-        types = reader.get(["attention_types"], [[["global", "local"], 12]])
+        window = reader.whole("window_size", 256, 1)
+        types = reader.get("attention_types", [[["global", "local"], 12]])
         try:
             implied = [kind for kinds, times in types for _ in range(min(times, MOST_LAYERS)) for kind in kinds]
         except (TypeError, ValueError):
             implied = []
-        kinds = reader.get(["attention_layers"], implied) if "attention_types" not in reader.raw else implied
+        kinds = reader.get("attention_layers", implied) if "attention_types" not in reader.raw else implied
         reader.names_read.add("attention_layers")  # transformers makes it from attention_types
         if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {"global", "local"}:
             reader.refuse("attention_types", types, f"must be {layers} of global, local")

@@ -14,7 +14,7 @@ class RotaryDim:
     """GPT-J's rotary positions: the number of dimensions that are rotated."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        rotated = reader.get(["rotary_dim"], None if "rotary_dim" in reader.raw else 64)
+        rotated = reader.get("rotary_dim", None if "rotary_dim" in reader.raw else 64)
         rotated = reader.positive("rotary_dim", rotated)
         values["positions"] = "rope"
         values["attention.rope.dim"] = 0 if rotated == values["head_dim"] else rotated

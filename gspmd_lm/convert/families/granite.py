@@ -20,7 +20,7 @@ class Divisor:
     setting: str
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        values[self.setting] = 1 / reader.number([self.name], 1.0)
+        values[self.setting] = 1 / reader.number(self.name, 1.0)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.name: find_root(value_at(model, self.setting), -1)}

@@ -121,8 +121,8 @@ class Temperature:
     """Llama 4's queries that grow with their position, in layers without positions."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        tuned = reader.flag(["attn_temperature_tuning"], True)
-        scale, every = reader.number(["attn_scale"], 0.1), reader.number(["floor_scale"], 8192)
+        tuned = reader.flag("attn_temperature_tuning", True)
+        scale, every = reader.number("attn_scale", 0.1), reader.number("floor_scale", 8192)
         temperature = {"scale": float(scale), "every": every, "offset": 1, "layers": "nope"}
         values["attention.temperature"] = temperature if tuned else None
 
@@ -138,18 +138,16 @@ class ChunkedLayers:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         usual = default_rotation(reader, values)
-        rotated = check_each_layer(
-            reader, "no_rope_layers", reader.get(["no_rope_layers"], usual) or usual, usual, "01"
-        )
+        rotated = check_each_layer(reader, "no_rope_layers", reader.get("no_rope_layers", usual) or usual, usual, "01")
         theirs = {"chunked": "chunked_attention", "full": "full_attention", "nope": "full_attention"}
         chunked = ["chunked" if one else "nope" for one in rotated]
-        types = reader.get(["layer_types"], [theirs[kind] for kind in chunked])
+        types = reader.get("layer_types", [theirs[kind] for kind in chunked])
         known = next((kinds for kinds in (chunked, ["full" if one else "nope" for one in rotated])
                       if types == [theirs[kind] for kind in kinds]), None)  # fmt: skip
         if known is None:
             reader.refuse("layer_types", types, "are not chunked_attention in layers with positions alone")
         kinds = known or chunked
-        chunk = reader.get(["attention_chunk_size"], None if "attention_chunk_size" in reader.raw else 8192)
+        chunk = reader.get("attention_chunk_size", None if "attention_chunk_size" in reader.raw else 8192)
         if "chunked" in kinds:
             values["attention.chunk"] = reader.positive("attention_chunk_size", chunk)
         values["layer_pattern"] = shortest_pattern(kinds)
@@ -166,8 +164,8 @@ class SparseLayers:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         layers = number_of_layers(values)
-        step = reader.whole(["interleave_moe_layer_step"], 1, 1)
-        sparse = reader.get(["moe_layers"], list(range(step - 1, layers, step)))
+        step = reader.whole("interleave_moe_layer_step", 1, 1)
+        sparse = reader.get("moe_layers", list(range(step - 1, layers, step)))
         if isinstance(sparse, list) and sparse and type(sparse[0]) is int:
             step = max(sparse[0] + 1, 1)
         if not sparse or sparse != list(range(step - 1, layers, step)):

@@ -13,8 +13,8 @@ class OptNorms:
     """OPT's norms: before attention and MLP, with a last norm that a field removes; or after the residual sums."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        before = reader.flag(["do_layer_norm_before"], True)
-        removed = reader.flag(["_remove_final_layer_norm"], False)
+        before = reader.flag("do_layer_norm_before", True)
+        removed = reader.flag("_remove_final_layer_norm", False)
         values |= {"norm.pre": before, "norm.sum": not before, "norm.final": before and not removed}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from gspmd_lm.convert.rope import Rope
 
 
 def last_layers(reader: ConfigReader) -> Callable[[int], bool]:
-    first = reader.whole(["max_window_layers"], 28, 0)
+    first = reader.whole("max_window_layers", 28, 0)
     return lambda i: i >= first
 
 
@@ -43,7 +43,7 @@ def _first_window_layer(model):
 
 
 def _first_every_second(reader):
-    first = reader.whole(["max_window_layers"], 28, 0)
+    first = reader.whole("max_window_layers", 28, 0)
     return lambda i: i % 2 == 0 and i < first
 
 
@@ -56,7 +56,7 @@ class DualChunks(FieldCodec):
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         name = "dual_chunk_attention_config"
-        if not (chunks := reader.get([name])):
+        if not (chunks := reader.get(name)):
             return
         if not isinstance(chunks, dict) or "chunk_size" not in chunks:
             reader.refuse(name, chunks, "is not an object with chunk_size")
@@ -78,20 +78,20 @@ class LinearLayers:
     """Qwen3-Next's layers with linear attention: layer_types, or all but every full_attention_interval-th."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        interval = reader.whole(["full_attention_interval"], 4, 1)
+        interval = reader.whole("full_attention_interval", 4, 1)
         usual = [
             "linear_attention" if (i + 1) % interval else "full_attention" for i in range(number_of_layers(values))
         ]
         known = {"linear_attention": "linear", "full_attention": "full"}
-        types = check_each_layer(reader, "layer_types", reader.get(["layer_types"], usual), usual, known)
-        key_dim, value_dim = (reader.number([f"linear_{name}_head_dim"], 128) for name in ("key", "value"))
+        types = check_each_layer(reader, "layer_types", reader.get("layer_types", usual), usual, known)
+        key_dim, value_dim = (reader.number(f"linear_{name}_head_dim", 128) for name in ("key", "value"))
         if key_dim != value_dim:
             reader.refuse("linear_key_head_dim", key_dim, f"is not linear_value_head_dim: {value_dim}")
         sizes = {
-            "key_heads": reader.number(["linear_num_key_heads"], 16),
-            "value_heads": reader.number(["linear_num_value_heads"], 32),
+            "key_heads": reader.number("linear_num_key_heads", 16),
+            "value_heads": reader.number("linear_num_value_heads", 32),
             "head_dim": value_dim,
-            "taps": reader.number(["linear_conv_kernel_dim"], 4),
+            "taps": reader.number("linear_conv_kernel_dim", 4),
         }
         values["attention.linear"] = sizes if "linear_attention" in types else None
         values["layer_pattern"] = shortest_pattern([known[kind] for kind in types])
@@ -112,13 +112,13 @@ class DenseLayers:
     """mlp_only_layers: the layers without experts, which must be the first ones."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        dense = reader.get(["mlp_only_layers"], [])
+        dense = reader.get("mlp_only_layers", [])
         count = len(dense) if isinstance(dense, list) else 0
         if dense != list(range(count)):
             reader.refuse("mlp_only_layers", dense, "are not the first layers: other layers without experts are not "
                           "supported")  # fmt: skip
         values["experts.dense_layers"] = count
-        values["experts.step"] = reader.whole(["decoder_sparse_step"], 1, 1)
+        values["experts.step"] = reader.whole("decoder_sparse_step", 1, 1)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {

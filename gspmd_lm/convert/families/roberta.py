@@ -24,8 +24,8 @@ class PositionsAfterPadding:
     """RoBERTa's positions: they begin after the number of the padding token, whose row and those before are unused."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        rows = reader.number(["max_position_embeddings"], 512)
-        values["embedding.position_offset"] = reader.whole(["pad_token_id"], 1, 0) + 1
+        rows = reader.number("max_position_embeddings", 512)
+        values["embedding.position_offset"] = reader.whole("pad_token_id", 1, 0) + 1
         values["context"] = rows - values["embedding.position_offset"]
         if values["context"] < 1:
             reader.refuse("max_position_embeddings", rows, f"leaves no position after pad_token_id + 1 = "

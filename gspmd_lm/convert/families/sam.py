@@ -18,8 +18,8 @@ class WholeLayers:
     """SAM's windows, and the layers in which a patch attends to the whole image."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        size = reader.get(["window_size"], 14)
-        numbers = reader.get(["global_attn_indexes"], [2, 5, 8, 11])
+        size = reader.get("window_size", 14)
+        numbers = reader.get("global_attn_indexes", [2, 5, 8, 11])
         if type(size) is not int or not 0 <= size < 2**16:
             reader.refuse("window_size", size, "must be a whole number")
         elif not isinstance(numbers, list) or any(type(one) is not int or one < 0 for one in numbers):
@@ -29,7 +29,7 @@ class WholeLayers:
             if size == 0:
                 kinds, size = ["full"], config.Patches(**values["patches"]).side
             values["layer_pattern"] = shortest_pattern(kinds)
-            values["windows"] = {"size": size, "vectors": reader.flag(["use_rel_pos"], True)}
+            values["windows"] = {"size": size, "vectors": reader.flag("use_rel_pos", True)}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not model.windows or not model.patches:
@@ -43,8 +43,8 @@ class MlpWidth:
     """The hidden width of the blocks, as a number or as a multiple of theirs."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        ratio = reader.number(["mlp_ratio"], 4.0)
-        values["mlp"] = reader.number(["mlp_dim"], int(ratio * values["embed"]))
+        ratio = reader.number("mlp_ratio", 4.0)
+        values["mlp"] = reader.number("mlp_dim", int(ratio * values["embed"]))
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {"mlp_dim": model.mlp, "mlp_ratio": model.mlp / model.embed}
@@ -61,10 +61,10 @@ class MaskParts:
     """The decoder of masks, and what reads prompts."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        values["masks"] = {ours: reader.whole([f"{_MASKS}.{name}"], usual, 1) for name, ours, usual in _MASK_SIZES}
+        values["masks"] = {ours: reader.whole(f"{_MASKS}.{name}", usual, 1) for name, ours, usual in _MASK_SIZES}
         wanted = self._repeated_sizes(values["masks"]["embed"], config.Patches(**values["patches"]))
         for name, value in wanted.items():
-            if (found := reader.get([name], value)) != value:
+            if (found := reader.get(name, value)) != value:
                 reader.refuse(name, found, f"is not {value}, as other fields have it, which is not supported")
 
     def _repeated_sizes(self, width: int, patches: config.Patches) -> dict[str, int]:

@@ -15,11 +15,11 @@ class NoRopeLayers:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         usual = default_rotation(reader, values)
-        rotated = check_each_layer(reader, "no_rope_layers", reader.get(["no_rope_layers"], usual), usual, "01")
+        rotated = check_each_layer(reader, "no_rope_layers", reader.get("no_rope_layers", usual), usual, "01")
         reader.names_read.update(("sliding_window", "use_sliding_window"))
         if reader.raw.get("use_sliding_window") and reader.raw.get("sliding_window"):
             reader.refuse("use_sliding_window", True, "has a window in layers without positions: not supported")
-        kinds = reader.get(["layer_types"], [])
+        kinds = reader.get("layer_types", [])
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             reader.refuse("layer_types", kinds, "has layers with a window, which are not supported here")
         values["layer_pattern"] = shortest_pattern(["full" if one else "nope" for one in rotated])

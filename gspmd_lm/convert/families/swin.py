@@ -1,7 +1,6 @@
 """Swin: windows that are shifted in turns, and levels of which each is twice as wide as the one before."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from gspmd_lm import config
@@ -22,10 +21,10 @@ class SwinLevels:
     """Swin's windows, and the sizes of its levels, each of which is twice as wide as the level before."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        embed, size = reader.whole(["embed_dim"], 96, 1), reader.whole(["window_size"], 7, 2)
-        ratio, side = reader.number(["mlp_ratio"], 4.0), values["patches"]["image"] // values["patches"]["size"]
-        layers = self._numbers(reader, ["depths"], [2, 2, 6, 2])
-        heads = self._numbers(reader, ["num_heads", "num_attention_heads"], [3, 6, 12, 24])
+        embed, size = reader.whole("embed_dim", 96, 1), reader.whole("window_size", 7, 2)
+        ratio, side = reader.number("mlp_ratio", 4.0), values["patches"]["image"] // values["patches"]["size"]
+        layers = self._numbers(reader, "depths", [2, 2, 6, 2])
+        heads = self._numbers(reader, "num_heads num_attention_heads", [3, 6, 12, 24])
         widths, head_dim = [embed * 2**number for number in range(len(layers))], embed // heads[0]
         if [head_dim * count for count in heads] != widths:
             reader.refuse("num_heads", heads, f"does not give heads of one size to levels of the widths {widths}")
@@ -45,12 +44,12 @@ class SwinLevels:
         ranges = (2 * size - 1) ** 2
         values["attention.relative_positions"] = {"side": size, "ranges": ranges, "shared": False, "learned_row": False}
 
-    def _numbers(self, reader: ConfigReader, names: Sequence[str], default: list[int]) -> list[int]:
+    def _numbers(self, reader: ConfigReader, names: str, default: list[int]) -> list[int]:
         numbers = reader.get(names, default)
         whole = isinstance(numbers, list) and all(type(one) is int and 0 < one <= MOST_LAYERS for one in numbers)
         if whole and 0 < len(numbers) <= MOST_LEVELS:
             return numbers
-        reader.refuse(names[0], numbers, f"must be a list of up to {MOST_LEVELS} whole numbers above zero")
+        reader.refuse(names.split()[0], numbers, f"must be a list of up to {MOST_LEVELS} whole numbers above zero")
         return default
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:

@@ -24,19 +24,18 @@ class EncoderPart:
     def read(self, reader: ConfigReader, values: Values) -> None:
         most = {"layers": MOST_LAYERS}
         encoder = {
-            setting: reader.number(names.split(), most=most.get(setting, LARGEST))
-            for setting, names in self.names.items()
+            setting: reader.number(names, most=most.get(setting, LARGEST)) for setting, names in self.names.items()
         }
         if "heads" in encoder:
             encoder |= {"kv_heads": encoder["heads"], "head_dim": values["embed"] // encoder["heads"]}
-        start = reader.whole(["decoder_start_token_id"], self.start_token, 0)
-        if self.of_language and reader.get(["decoder_start_token_id"]) is None:
+        start = reader.whole("decoder_start_token_id", self.start_token, 0)
+        if self.of_language and reader.get("decoder_start_token_id") is None:
             reader.notes.append(
                 f"decoder_start_token_id: none: token {start} stands before a text until model.encoder.start_token is "
                 "that of its language"
             )
-        if reader.get(["forced_bos_token_id"]) is not None:
-            encoder |= {"first_tokens": [reader.whole(["forced_bos_token_id"], 0, 0)]}
+        if reader.get("forced_bos_token_id") is not None:
+            encoder |= {"first_tokens": [reader.whole("forced_bos_token_id", 0, 0)]}
         values["encoder"] = encoder | {"start_token": start}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
@@ -55,8 +54,8 @@ class Distances:
     shared: bool = True
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        ranges = reader.number(["relative_attention_num_buckets"], 32)
-        distance = reader.number(["relative_attention_max_distance"], 128)
+        ranges = reader.number("relative_attention_num_buckets", 32)
+        distance = reader.number("relative_attention_max_distance", 128)
         values["attention.relative_positions"] = {"ranges": ranges, "distance": distance, "shared": self.shared}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
@@ -73,14 +72,14 @@ class FeedForward:
     default: str
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        word = reader.get(["feed_forward_proj"], self.default)
+        word = reader.get("feed_forward_proj", self.default)
         gate, dash, name = word.rpartition("-") if isinstance(word, str) else ("", "", "")
         name = "gelu_new" if word == "gated-gelu" else name
         gated, known = bool(dash), name in ACTIVATIONS and gate in ("", "gated")
         if not known:
             reader.refuse("feed_forward_proj", word, f"is not one of {', '.join(ACTIVATIONS)}, or gated-...")
         for field, wanted in (("dense_act_fn", name), ("is_gated_act", gated)):
-            if known and (value := reader.get([field], wanted)) != wanted:
+            if known and (value := reader.get(field, wanted)) != wanted:
                 reader.refuse(field, value, f"contradicts feed_forward_proj: {word}")
         values["feed_forward.kind"] = "gated" if gated else "plain"
         values["feed_forward.activation"] = ACTIVATIONS.get(name, "relu")
@@ -103,8 +102,8 @@ class T5Head:
     """
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        tied = reader.flag(["tie_word_embeddings"], True)
-        scaled = reader.flag(["scale_decoder_outputs"], tied and "scale_decoder_outputs" not in reader.raw)
+        tied = reader.flag("tie_word_embeddings", True)
+        scaled = reader.flag("scale_decoder_outputs", tied and "scale_decoder_outputs" not in reader.raw)
         values["embedding.tied"] = tied and scaled
         values["logits.scale"] = values["embed"] ** -0.5 if scaled else 1.0
 

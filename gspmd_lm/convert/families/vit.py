@@ -23,7 +23,7 @@ class ImagePatches:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         image, size = self._side(reader, "image_size", self.image), self._side(reader, "patch_size", self.size)
-        channels = reader.whole(["num_channels"], 3, 1)
+        channels = reader.whole("num_channels", 3, 1)
         if image % size:
             reader.refuse("image_size", image, f"is not a multiple of patch_size: {size}")
             image = size
@@ -33,7 +33,7 @@ class ImagePatches:
             values["patches"] |= {"class_row": False, "pool": "mean"}
 
     def _side(self, reader: ConfigReader, name: str, default: int) -> int:
-        side = reader.get([name], default)
+        side = reader.get(name, default)
         if isinstance(side, list) and len(side) == 2 and side[0] == side[1]:
             side = side[0]
         if type(side) is int and 0 < side < 2**16:

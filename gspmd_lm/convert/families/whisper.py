@@ -28,15 +28,15 @@ class Hearing:
     """The numbers of a frame, and the tokens that generation puts first or does not choose."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        values["frames"] = {"bands": reader.number(["num_mel_bins"], 80)}
-        found = {name: reader.get([name]) for name in (*_SUPPRESSED.values(), _FORCED)}
+        values["frames"] = {"bands": reader.number("num_mel_bins", 80)}
+        found = {name: reader.get(name) for name in (*_SUPPRESSED.values(), _FORCED)}
         if _BEGINS not in reader.raw and values["vocab"] > max(_NOT_FIRST):
             found[_BEGINS] = _NOT_FIRST
         try:
             values["encoder"] |= _tokens(found)
         except ValueError as error:
             reader.problems.append(str(error))
-        if reader.flag(["apply_spec_augment"], False):
+        if reader.flag("apply_spec_augment", False):
             reader.notes.append("apply_spec_augment: true: training here hides no parts of sounds")
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
