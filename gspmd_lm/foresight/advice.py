@@ -78,15 +78,18 @@ def warnings(
 
 
 def advise_on_step(
-    report: Report, notes: Sequence[str], callbacks: Sequence[str] = (), module: Module | None = None
+    report: Report, notes: Sequence[str], callbacks: Sequence[str], module: Module | None, knows_trip_counts: bool
 ) -> tuple[Finding, ...]:
-    """Findings about a step of one's own, whose arrays no rule places. callbacks: where it calls Python."""
+    """Findings about a step of one's own, whose arrays no rule places.
+
+    callbacks: where it calls Python. knows_trip_counts: see `Reading`. The other arguments are as in `warnings`.
+    """
     memory = report.memory
     return (
         *_too_large(memory, "a smaller batch, or arguments that are split over more devices"),
         *_find_unpriced(report.prediction),
         *_python_on_host(callbacks),
-        *_find_needless_products(report, module),
+        *_find_needless_products(report, module, knows_trip_counts),
         *_above_floor(report),
         *_involuntary(notes, "constrain the arrays around it alike (jax.lax.with_sharding_constraint)"),
         *_find_not_donated(memory),
@@ -266,15 +269,15 @@ def _find_unpriced(predicted: Prediction | None) -> Iterator[Finding]:
         )
 
 
-def _find_needless_products(report: Report, module: Module | None) -> Iterator[Finding]:
+def _find_needless_products(report: Report, module: Module | None, knows_trip_counts: bool) -> Iterator[Finding]:
     """Products of devices that compute the same, or of rows with matrices that are not theirs.
 
     Where the floor counts a loop once for want of its trip count, products in loops say nothing.
     """
-    needed, counts_loops = report.floor.flops, report.floor.knows_trip_counts
+    needed = report.floor.flops
     done: dict[str, float] = collections.defaultdict(float)
     for one in module.operations if module else ():
-        if one.flops and one.name_in_model.phase != "recomputation" and (counts_loops or not one.loops):
+        if one.flops and one.name_in_model.phase != "recomputation" and (knows_trip_counts or not one.loops):
             done[one.source or one.op_name or one.name] += one.flops * one.executions
     total = sum(done.values())
     if needed and total > NEEDLESS * needed:

@@ -8,7 +8,7 @@ import numpy as np
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.graph import AttentionOp, DataflowGraph, Matmul, Node, breadth_first
-from gspmd_lm.foresight.propagation import Reading, counted_loops
+from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.program.task import Task
@@ -32,11 +32,6 @@ class LowerBounds:
     float32_bytes: int = 0  # what one device must send if all that is sent is as wide as float32
     estimated_because: str = ""  # why communication is an estimate; '' where it is a bound
     by_array: tuple[ArrayTransfers, ...] = ()  # what communication is made of, the largest first
-
-    @property
-    def knows_trip_counts(self) -> bool:
-        """Whether all iterations of all loops are counted. A loop of unknown length counts once."""
-        return counted_loops.UNKNOWN not in self.estimated_because
 
 
 def training_bounds(

@@ -236,9 +236,10 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
         arrays=tuple(arrays),
     )
     report = dataclasses.replace(report, floor=bounds.checked_bounds(report.floor, report.above_floor))
-    return dataclasses.replace(
-        report, warnings=advice.advise_on_step(report, program.notes, program.step["callbacks"], read.module)
+    warned = advice.advise_on_step(
+        report, program.notes, program.step["callbacks"], read.module, program.reading.knows_trip_counts
     )
+    return dataclasses.replace(report, warnings=warned)
 
 
 def _not_compared(target: Target) -> str:

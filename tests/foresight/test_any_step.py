@@ -107,7 +107,8 @@ def test_a_gpu_has_times_and_results_beside_the_arguments_are_told():
 def test_results_that_are_as_large_as_the_state_are_a_warning(descent):
     held = dataclasses.replace(descent.memory, results_bytes=2**30)
     large = dataclasses.replace(descent, memory=held)
-    assert [one.code for one in advice.advise_on_step(large, ["a note"])] == ["involuntary-remat", "not-donated"]
+    found = advice.advise_on_step(large, ["a note"], (), None, True)
+    assert [one.code for one in found] == ["involuntary-remat", "not-donated"]
 
 
 def test_a_step_that_nnx_has_jitted():

@@ -7,9 +7,8 @@ from typing import Any
 
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.equations import called_jaxprs, same_rank
-from gspmd_lm.foresight.propagation import counted_loops
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
-from gspmd_lm.foresight.propagation.record import Record
+from gspmd_lm.foresight.propagation.record import UNKNOWN_TRIP_COUNT, Record
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated_sharding
 from gspmd_lm.foresight.propagation.wanted import terms, use_counts
 
@@ -186,7 +185,7 @@ def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A loop whose trip count is not known: it counts once, and is noted as unknown. It may be taken not to run."""
     if operation.name.trip_count == "0":
         return operation.operands[operation.params["cond_nconsts"] + operation.params["body_nconsts"] :]
-    reader.add_unknown(counted_loops.UNKNOWN)
+    reader.add_unknown(UNKNOWN_TRIP_COUNT)
     condition, body = (operation.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
     skipped, constants = operation.params["cond_nconsts"], operation.params["body_nconsts"]
     asked, captured = operation.operands[:skipped], operation.operands[skipped:][:constants]

@@ -10,7 +10,6 @@ from jax.extend import core
 
 from gspmd_lm.foresight import equations
 
-UNKNOWN = "the trip count of a while loop"  # is noted where a program does not say it
 _SCAN = core.Primitive("scan")
 _SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "ne": "ne"}
 _ARITHMETIC = {

@@ -9,11 +9,10 @@ from jax.extend import core
 
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.equations import called_jaxprs, same_rank
-from gspmd_lm.foresight.propagation import counted_loops
 from gspmd_lm.foresight.propagation.control import least_of, possible_branches
 from gspmd_lm.foresight.propagation.matmuls import kernel_flops
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
-from gspmd_lm.foresight.propagation.record import Record
+from gspmd_lm.foresight.propagation.record import UNKNOWN_TRIP_COUNT, Record
 from gspmd_lm.foresight.propagation.sharding import (
     ArraySharding,
     array_bytes,
@@ -157,7 +156,7 @@ class PerDevice:
         if primitive == "while" and operation.name.trip_count == "0":
             return self._results_that_change_with(operation, operands)
         if primitive == "while":
-            self.reader.add_unknown(counted_loops.UNKNOWN)
+            self.reader.add_unknown(UNKNOWN_TRIP_COUNT)
             of_condition, of_body = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
             condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
             self._inside(condition, operation, [*of_condition, *of_body[params["body_nconsts"] :]])

@@ -13,6 +13,7 @@ from gspmd_lm.foresight.propagation.sharding import ArraySharding
 
 _TRIFLE = 0.01  # of all bytes
 _OF_BACKWARD = ("backward", "recomputation")
+UNKNOWN_TRIP_COUNT = "the trip count of a while loop"  # is noted where a program does not say it
 _MOST = 2**31 - 1  # scipy's flows are int32
 _BEGIN, _END = 0, 1
 
@@ -209,6 +210,11 @@ class Reading:
         """The reading of which `values` are what `dataclasses.asdict` made, once it was written as JSON."""
         transfers = tuple(Transfer(*one)._replace(shape=tuple(one[1])) for one in values["transfers"])
         return cls(**{**values, "transfers": transfers})
+
+    @property
+    def knows_trip_counts(self) -> bool:
+        """Whether all iterations of all loops are counted. A loop of unknown length counts once."""
+        return UNKNOWN_TRIP_COUNT not in self.unknown
 
     @property
     def model_flops(self) -> float:
