@@ -20,7 +20,7 @@ NOT_KNOWN = "times, MFU and price: nothing tells them of a step of one's own bef
 def show_step(program: Program, target: Target, devices: Sequence[Any]) -> dict[str, Any]:
     """All that is shown of a step on compile-only or simulated devices of a target. Raises InputError as `explain`."""
     built = any_step.build(program, devices)
-    reading = any_step.read(built.traced, built.lowered, built.mesh)
+    reading = built.read()
     held_bytes = sum(map(bytes_per_device, built.arguments.values()))
     limit_bytes = target.chip.usable_hbm_bytes if target.chip else None
     sent_bytes = reading.communication_bytes

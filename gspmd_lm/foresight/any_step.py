@@ -61,6 +61,8 @@ class BuiltProgram:
     lowered: jax.stages.Lowered
     mesh: Mesh
     arguments: Mapping[str, jax.ShapeDtypeStruct]  # by path, such as state.params['w']; those that the step reads
+    placed: Sequence[jax.ShapeDtypeStruct]  # all arguments: see `place_arguments`
+    joined: meshes.JoinedAxes
     options: Mapping[str, Any]  # of the compiler, as `jax.jit` was given them
     callbacks: tuple[str, ...]  # where it calls Python on the host: pure_callback at train.py:7, in train:step
 
@@ -82,6 +84,10 @@ class BuiltProgram:
             for path, like in self.arguments.items()
         ]
         return {"mesh": dict(self.mesh.shape), "arguments": arguments, "callbacks": self.callbacks}
+
+    def read(self) -> Reading:
+        """The transfers and FLOPs of one device when the program runs."""
+        return _read(self.traced, self.placed, self.mesh, self.joined)
 
 
 def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
@@ -125,14 +131,15 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
             f"  fix   make it of those that are given, such as {_MESH}, or name a target of {mesh.size} devices"
         )
     joined = meshes.join_axes(mesh, others, name)
-    paths, leaves = traced.jaxpr.jaxpr.debug_info.arg_names, placed_arguments(traced, lowered, mesh, joined)
+    paths, leaves = traced.jaxpr.jaxpr.debug_info.arg_names, place_arguments(traced, lowered, mesh, joined)
     named = paths if paths and len(paths) == len(leaves) else [None] * len(leaves)
     arguments = {
         path or f"argument {number}": like
         for number, (path, like) in enumerate(zip(named, leaves, strict=True))
         if like.sharding
     }
-    return BuiltProgram(traced, lowered, mesh, arguments, dict(lowering._compiler_options_kvs), callbacks)
+    options = dict(lowering._compiler_options_kvs)
+    return BuiltProgram(traced, lowered, mesh, arguments, leaves, joined, options, callbacks)
 
 
 def _lower_without_python(ctx: Any, *operands: Any, **_: Any) -> Any:
@@ -149,7 +156,7 @@ def _lower_without_python(ctx: Any, *operands: Any, **_: Any) -> Any:
     return mlir.lower_fun(results, multiple_results=True)(ctx, *operands)
 
 
-def placed_arguments(
+def place_arguments(
     traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh, joined: meshes.JoinedAxes
 ) -> list[jax.ShapeDtypeStruct]:
     """The arguments of a program, each with a sharding of `mesh`; without one where the program does not read it.
@@ -166,9 +173,15 @@ def placed_arguments(
 
 
 def read(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> Reading:
-    """The transfers and FLOPs of one device when a program runs on a mesh."""
+    """The transfers and FLOPs of one device when a program that was not built here runs on a mesh."""
     joined = meshes.join_axes(mesh, _other_meshes(traced, lowered), "the program")
-    arguments, platform = placed_arguments(traced, lowered, mesh, joined), mesh.devices.flat[0].platform
+    return _read(traced, place_arguments(traced, lowered, mesh, joined), mesh, joined)
+
+
+def _read(
+    traced: jax.stages.Traced, arguments: Sequence[jax.ShapeDtypeStruct], mesh: Mesh, joined: meshes.JoinedAxes
+) -> Reading:
+    platform = mesh.devices.flat[0].platform
     return read_step(
         traced.jaxpr,
         arguments,

@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import json
@@ -272,16 +273,18 @@ def _compile(request: CompileRequest, folder: Path) -> None:
         if isinstance(config, any_step.Program):
             built = any_step.build(config, devices)
             options, facts_of_step, traced, lowered = {**built.options}, built.facts, built.traced, built.lowered
+            read = built.read
         else:
             built = _build(config, request, devices)
             kind = {"train": "trace_train", "prefill": "trace_prefill", "decode": "trace_decode"}[request.phase]
             options, facts_of_step = {**built.options(*built.program_kinds)}, None
             traced = getattr(built, kind)()
             lowered = traced.lower()
+            read = functools.partial(any_step.read, traced, lowered, built.mesh)
     if target.chip and target.chip.gpu:
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
     lowered_at = time.monotonic()
-    reading = any_step.read(traced, lowered, built.mesh)
+    reading = read()
     try:
         compiled = compiler.compile(lowered, options, target.platform, rules.path or config.name)
     except jax.errors.JaxRuntimeError as error:

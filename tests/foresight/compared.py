@@ -31,7 +31,7 @@ def compared(function, text):
     target = targets.parse(text)
     devices = targets.devices(target)
     built = any_step.build(any_step.Program(function), devices)
-    reading = any_step.read(built.traced, built.lowered, built.mesh)
+    reading = built.read()
     options = {"cpu": QUICK, "gpu": {"xla_gpu_autotune_level": 0, "xla_backend_optimization_level": 0}, "tpu": {}}
     program = built.lowered.compile(compiler_options=options[target.platform]).as_text()
     places = targets.device_locations(built.mesh)

@@ -216,7 +216,7 @@ def test_a_mesh_whose_axes_join_those_of_another_one_is_read_in_them():
     built = any_step.build(any_step.Program(own_steps.on_two_meshes), jax.devices()[:8])
     assert built.facts["mesh"] == {"data": 4, "tensor": 2}
     assert [split for _, _, split, _, _ in built.facts["arguments"]] == [[["data"], []], [["data", "tensor"], []]]
-    sent = any_step.read(built.traced, built.lowered, built.mesh).transfers
+    sent = built.read().transfers
     held = 4 * ROWS * WIDTH // 8
     exchanged, added_up = ("all-to-all", held * 7 / 8), ("all-reduce", 2 * held * 7 / 8)
     assert [(one.kind, one.bytes) for one in sent] == [exchanged, exchanged, added_up]
