@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import equations, meshes
 from gspmd_lm.foresight.propagation import Reading, read_step
+from gspmd_lm.sharding import op_names
 from gspmd_lm.sharding.shapes import bytes_per_device
 
 _MESH = 'jax.sharding.Mesh(np.reshape(devices, (4, 2)), ("data", "tensor"))'
@@ -102,6 +103,9 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
             "  fix   return jax.jit(update).trace(state, batch); of several programs, explain one after the other; a "
             "step of jax.pmap is written as jax.jit of a jax.shard_map"
         )
+    if traced.fun_name in op_names.PROGRAMS:  # jax has no public way to give a traced function another name
+        internal: Any = traced
+        internal._params = {**internal._params, "name": traced.fun_name.lstrip("_")}
     calls = [
         one
         for one in _equations(traced.jaxpr.jaxpr)

@@ -44,8 +44,11 @@ _NOT_MODULES = {
     "branch_1_fun",
 }
 _MODULE = re.compile(r"[a-z][\w.\-]*$|[A-Z]\w*_\d+$")  # layers; Dense_0, as flax names what has no name
-_TRAIN = "_train"  # the function in train/step.py
-OF_TRAINING, TRAINING_MODULE = f"jit({_TRAIN})", f"jit_{_TRAIN}"  # as names of its operations begin; its program's name
+# The functions of train/step.py and infer/programs.py, which are told by their names, and how those of their operations
+# begin. A step of one's own that has such a name is given another one: see foresight/any_step.py.
+PROGRAMS = ("_train", "_prefill", "_decode")
+_OF_TRAINING, *_OF_GENERATION = (f"jit({name})" for name in PROGRAMS)
+TRAINING_MODULE = f"jit_{PROGRAMS[0]}"  # the name of its compiled program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +133,8 @@ def parse(op_name: str) -> OpName:
     elif "transpose" in words or (in_loss and "sum" in scopes):  # the loss works out its gradients on its way forward
         phase = "backward"
     else:
-        generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
-        rest = "other" if op_name.startswith("jit(") and not op_name.startswith(OF_TRAINING) else "optimizer"
+        generates = op_name.startswith(tuple(_OF_GENERATION))
+        rest = "other" if op_name.startswith("jit(") and not op_name.startswith(_OF_TRAINING) else "optimizer"
         # Operations that depend on nothing trained have no jvp. Those of the update have an owner: see train/step.py.
         of_model = rest == "optimizer" and (table == "rules" or (modules and not owners))
         phase = "forward" if "jvp" in words or in_loss or generates or of_model else rest

@@ -64,7 +64,10 @@ def test_what_is_outside_of_a_derivative_has_the_same_phase_in_the_floor_as_in_t
         def array(shape, *spec):
             return jax.ShapeDtypeStruct(shape, "float32", sharding=jax.NamedSharding(mesh, jax.P(*spec)))
 
-        step = jax.jit(lambda x, w: x @ w, out_shardings=jax.NamedSharding(mesh, jax.P("data")))
+        def _train(x, w):  # as the step of this package is called
+            return x @ w
+
+        step = jax.jit(_train, out_shardings=jax.NamedSharding(mesh, jax.P("data")))
         return step.trace(array((64, 32), "data", "tensor"), array((32, 16), "tensor"))
 
     found = gspmd_lm.explain(product, target="cpu:8")
