@@ -22,8 +22,8 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.timing.predict import part_differences, parts_s
-from gspmd_lm.foresight.timing.traced import KINDS, scale_slowdowns, traced_step
-from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.foresight.timing.traced import scale_slowdowns, traced_step
+from gspmd_lm.hardware.chips import KINDS, LINKS, Chip
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.train.programs import MeasuredStep
@@ -31,7 +31,6 @@ from gspmd_lm.units import human_seconds
 from gspmd_lm.workdir import layout
 
 SCHEMA = 1  # counted up when a field changes its meaning or goes away
-LINKS = ("ici", "die", "dcn", "nvlink", "pcie", "memory", "network")
 LONG_WAIT = 0.01  # the share of a step from which on waiting for rows is reported
 # Fields of a chip that depend on the target or on the process, and texts: not what its description measures.
 _OF_TARGET = ("usable_hbm_bytes", "network_bytes_per_s", "matmul_slowdown", "note", "slowdowns")

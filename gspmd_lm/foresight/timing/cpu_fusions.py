@@ -4,7 +4,7 @@ import math
 
 from gspmd_lm.foresight.hlo import Instruction
 from gspmd_lm.foresight.timing import gathers, gpu_fusions
-from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.hardware.chips import SLOW_ARITHMETIC, Chip
 
 # An operation of a program -> the operation of `Chip.element_rates` that takes as long.
 _ALIKE = {
@@ -18,7 +18,6 @@ _ALIKE = {
     "stochastic-convert": "divide",
     "rng-bit-generator": "divide",
 }
-_SLOW = {"exponential", "log", "tanh", "logistic", "erf", "rsqrt", "sqrt", "divide", "power", "sine"}
 
 
 def arithmetic_s(instruction: Instruction, chip: Chip) -> float:
@@ -34,7 +33,7 @@ def _work_s(one: Instruction, chip: Chip) -> float:
     elements = max(array.elements for array in one.shape.arrays)
     if opcode in gpu_fusions.ARITHMETIC:
         name = _ALIKE.get(opcode, opcode)
-        return elements / rates.get(name if name in _SLOW else "add", rates["add"])
+        return elements / rates.get(name if name in SLOW_ARITHMETIC else "add", rates["add"])
     if opcode == "reduce":
         source = one.operands[0].shape.arrays[0]
         last = len(source.dimensions) - 1

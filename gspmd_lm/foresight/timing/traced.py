@@ -21,9 +21,9 @@ from gspmd_lm.foresight.hlo.work import COLLECTIVES
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.foresight.timing.predict import parts_s
 from gspmd_lm.foresight.timing.simulate import HOST, Simulation
+from gspmd_lm.hardware.chips import KINDS
 from gspmd_lm.hardware.network import Groups, Network
 
-KINDS = ("matmul", "attention", "other")  # of compute
 GAPS, PEERS = "gaps", "other devices"
 LEAST_SHARE = 1e-3  # of a step: a shorter part tells nothing of the chip
 MOST_TRIES = 8  # of the factors of links, each of which simulates the program once

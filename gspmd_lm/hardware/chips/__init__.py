@@ -30,6 +30,11 @@ from gspmd_lm.units import bits
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 COMPLEX = ("c64", "c128")  # as programs write complex numbers of float32 and float64
+KINDS = ("matmul", "attention", "other")  # of compute
+LINKS = ("ici", "die", "dcn", "nvlink", "pcie", "memory", "network")  # as `network.Network.link` calls them
+# Operations of a CPU's programs: arithmetic that takes longer than an addition, and those that move or sum elements.
+SLOW_ARITHMETIC = ("exponential", "log", "tanh", "logistic", "erf", "rsqrt", "sqrt", "divide", "power", "sine")
+MOVES = ("reduce", "reduce columns", "transpose", "gather", "scatter", "sort", "reduce-window")
 KERNEL_MEMORY_BYTES = 16 * 2**20  # libtpu: of most TPUs
 
 
@@ -135,10 +140,10 @@ class Chip:
     matmul_rates: tuple[MatmulRate, ...] = ()
     bandwidths: tuple[Bandwidth, ...] = ()  # in the order of their bytes
     collective_times: tuple[CollectiveTime, ...] = ()
-    # An operation of a CPU's programs -> the elements that it computes in a second.
+    # An operation of a CPU's programs -> the elements that it computes in a second; "add" of all other arithmetic.
     element_rates: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    # A kind of compute (matmul, attention, other) or a link (ici, network) -> how many times as long it takes as the
-    # other figures say. A run has measured it, and `plan --measured` reads it.
+    # One of KINDS or LINKS -> how many times as long it takes as the other figures say. A run has measured it, and
+    # `plan --measured` reads it.
     slowdowns: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     # Size of a head -> cycles of splash attention, forward and fused backward.
     splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict, hash=False)

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm.errors import InputError, did_you_mean, either
-from gspmd_lm.hardware.chips import CHIPS, GPU_MEMORY_SHARE, PLATFORMS, SPLASH_BLOCKS, Chip, Cycles
+from gspmd_lm.hardware.chips import (
+    CHIPS,
+    GPU_MEMORY_SHARE,
+    KINDS,
+    LINKS,
+    MOVES,
+    PLATFORMS,
+    SLOW_ARITHMETIC,
+    SPLASH_BLOCKS,
+    Chip,
+    Cycles,
+)
 
 ENDING = ".yaml"  # of such files
 LIKE = "like"  # the chip whose figures count where a file states none
@@ -45,6 +56,20 @@ _NEEDED = {
 }
 # The beginnings of such names. Without a peak for bfloat16 there are no times.
 _MAY_BE_ZERO = ("peak_f", "peak_int8", "torus_", "die_", "nvlink_")
+# The names in figures that are tables, by the name of the figure or of the column: what they name, and all of them.
+_NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "slowdowns": ("kind of compute or link", (*KINDS, *LINKS)),
+    "element_rates": ("operation", ("add", "select", *SLOW_ARITHMETIC, *MOVES)),
+    "kind": ("kind of collective", ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")),
+    "dtype": (
+        "dtype of programs",
+        (
+            *("f64", "f32", "bf16", "f16", "f8e5m2", "f8e4m3", "f8e4m3fn", "f8e4m3b11fnuz", "f8e5m2fnuz"),
+            *("f8e4m3fnuz", "f8e3m4", "f4e2m1fn", "s64", "s32", "s16", "s8", "s4", "s2", "u64", "u32", "u16", "u8"),
+            *("u4", "u2", "c64", "c128"),
+        ),
+    ),
+}
 
 
 class _Problem(Exception):
@@ -135,8 +160,8 @@ def _read_field(hint: Any, name: str, stated: Any, where: str, problems: list[st
     value = stated[0]
     if name == "splash":
         return _read_splash(value)
-    if name in ("element_rates", "slowdowns"):
-        return _read_rates(value)
+    if name in _NAMES:
+        return _read_rates(name, value)
     row = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
     if row and hasattr(row, "_fields"):
         return _read_rows(row, value)
@@ -185,7 +210,7 @@ def _read_splash(value: Any) -> Mapping[int, tuple[Cycles, Cycles]]:
         for size, passes in found.items():
             numbers = [size, *(number for one in passes for number in (*one.visited, one.step, one.row))]
             blocks = [len(one.visited) for one in passes]
-            if not all(0 < n < math.inf for n in numbers) or not all(0 < n <= len(SPLASH_BLOCKS) for n in blocks):
+            if not all(map(_is_positive, numbers)) or not all(0 < n <= len(SPLASH_BLOCKS) for n in blocks):
                 raise ValueError("no cycles, or those of more blocks than there are")
     except (AttributeError, KeyError, TypeError, ValueError):
         form = "{visited: [502, 1144, 5040], step: 277, row: 702}"
@@ -198,22 +223,39 @@ def _read_rows(kind: Any, value: Any) -> tuple[Any, ...]:
     columns, hints = kind._fields, typing.get_type_hints(kind)
 
     def fits(one: Any, hint: Any) -> bool:
-        return isinstance(one, str) if hint is str else isinstance(one, int | float) and 0 < one < math.inf
+        return isinstance(one, str) if hint is str else _is_positive(one)
 
     for row in value if isinstance(value, list) else [value]:
         right = isinstance(row, list) and len(row) == len(columns)
         if not right or not all(fits(one, hints[name]) for one, name in zip(row, columns, strict=True)):
             raise _Problem(f"{row!r} is not a row of {', '.join(columns)}\n  fix   calibrate writes such rows")
+        for name in _NAMES.keys() & {*columns}:
+            _check_name(name, row[columns.index(name)])
     return tuple(kind(*row) for row in value)
 
 
-def _read_rates(value: Any) -> Mapping[str, float]:
-    """Operation -> elements/s."""
-    if not isinstance(value, dict) or not all(
-        isinstance(one, int | float) and 0 < one < math.inf for one in value.values()
-    ):
+def _read_rates(name: str, value: Any) -> Mapping[str, float]:
+    """Operation -> elements/s; or what is slowed down -> how many times as long it takes."""
+    if not isinstance(value, dict) or not all(map(_is_positive, value.values())):
         raise _Problem("not operations and the elements that each computes in a second\n  fix   {add: 1.0e9, ...}")
-    return {name: float(rate) for name, rate in value.items()}
+    for key in value:
+        _check_name(name, key)
+    missing = [key for key in ("add", *MOVES) if name == "element_rates" and key not in value]
+    if missing:
+        raise _Problem(f"{missing[0]} is missing\n  fix   {missing[0]}: 1.0e9")
+    return {key: float(rate) for key, rate in value.items()}
+
+
+def _check_name(table: str, name: Any) -> None:
+    what, known = _NAMES[table]
+    if name not in known:
+        near = did_you_mean(str(name), known)
+        raise _Problem(f"{name}: no such {what}{near}\n  fix   use one of {', '.join(known)}")
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether a value of YAML is a positive number, and neither true nor infinite."""
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _example(name: str, hint: Any) -> str:
