@@ -21,7 +21,7 @@ from gspmd_lm.config import paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.timing.predict import part_differences, parts_s
+from gspmd_lm.foresight.timing.predict import differences
 from gspmd_lm.foresight.timing.traced import scale_slowdowns, traced_step
 from gspmd_lm.hardware.chips import KINDS, LINKS, Chip
 from gspmd_lm.hardware.network import Network
@@ -69,7 +69,7 @@ class StepRecord:
         """The parts that were measured longer than predicted, and shorter ones; '' where no trace has told them."""
         if self.predicted_s is None or self.traced_s is None:
             return ""
-        return part_differences(self.predicted_parts_s, self.measured_parts_s, self.traced_s)
+        return differences(self.predicted_parts_s, self.measured_parts_s, self.traced_s)
 
     @property
     def name(self) -> str:
@@ -113,7 +113,7 @@ def record(report: Report, measured: MeasuredStep, network: Network, device: str
         versions=versions.installed_versions(("gspmd_lm", "jax", "jaxlib", "libtpu")),
         workdir=_place(measured.workdir),
         predicted_s=prediction and prediction.step_time_s,
-        predicted_parts_s=parts_s(prediction) if prediction else {},
+        predicted_parts_s=prediction.parts_s if prediction else {},
         measured_s=measured.seconds,
         wait_s=measured.wait_s,
         steps=measured.steps,

@@ -16,6 +16,7 @@ from gspmd_lm.foresight import bounds
 from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import Node
 from gspmd_lm.foresight.timing import op_time
+from gspmd_lm.foresight.timing.predict import Parts
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.model_transfers import ModelTransfers
@@ -59,15 +60,9 @@ WORKING_SETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
+class Estimate(Parts):
     """Estimated seconds of one step and bytes of one device. All seconds are 0 where the target has no times."""
 
-    step_time_s: float
-    matmul_s: float
-    attention_s: float
-    other_s: float
-    exposed_by_axis: Mapping[str, float]  # mesh axes -> seconds of exposed communication
-    exposed_host_copy_s: float
     peak_bytes: int
     sent_by_axis: Mapping[str, int] = dataclasses.field(default_factory=dict)  # mesh axes -> bytes
     host_bytes: int = 0  # of activations that are offloaded

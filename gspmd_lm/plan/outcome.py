@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspmd_lm.foresight import whole_job
-from gspmd_lm.foresight.timing.predict import Parts, differences, parts_s
+from gspmd_lm.foresight.timing.predict import differences
 from gspmd_lm.foresight.whole_job import DAY_S, WholeJob
 from gspmd_lm.hardware.capacity import Assumptions, Price
 from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
@@ -125,7 +125,7 @@ class Outcome:
         if behind < 0.0005:
             return f"as fast, {'and it leaves less memory' if other.peak_bytes > best.peak_bytes else 'and no simpler'}"
         within = ", which is within the known error" if any(other is one for one in self.plan.ties) else ""
-        return f"{behind:.1%} slower{within}: {differences(_known_parts(best), _known_parts(other), best.step_time_s)}"
+        return f"{behind:.1%} slower{within}: {differences(_parts_s(best), _parts_s(other), best.step_time_s)}"
 
     def one_by_one(self) -> str:
         """What `schedule: 1f1b` gives where the best layout has stages; '' where it has none."""
@@ -148,7 +148,7 @@ class Outcome:
         """The transfers that the best layout waits for."""
         best = self.plan.best
         assert best
-        waits = [(seconds, name) for name, seconds in parts_s(_known_parts(best)).items() if name.startswith("waiting")]
+        waits = [(seconds, name) for name, seconds in _parts_s(best).items() if name.startswith("waiting")]
         waits = sorted((pair for pair in waits if pair[0] > 0.001 * best.step_time_s), reverse=True)
         if not waits:
             return "nothing: all that it sends is hidden behind compute"
@@ -167,9 +167,9 @@ def not_ranked(plan: Plan) -> str:
     return f"{len(said)} that were compiled: {', '.join(said[:SHOWN])}{more}" if said else ""
 
 
-def _known_parts(one: Candidate) -> Parts:
-    """The parts of its step: of its prediction where it was compiled, else of its estimate."""
-    return one.report.prediction if one.report and one.report.prediction else one.estimate
+def _parts_s(one: Candidate) -> dict[str, float]:
+    """The seconds of the parts of its step: of its prediction where it was compiled, else of its estimate."""
+    return ((one.report and one.report.prediction) or one.estimate).parts_s
 
 
 def front(lines: Sequence[Line]) -> list[Line]:

@@ -295,7 +295,7 @@ def _fastest(reports: Sequence[Report]) -> str:
         return f"{best.layout} and {second.layout} take the same, {human_seconds(step_s)} a step, within {ALIKE:.0%}"
     return (
         f"{best.layout} is the fastest, {human_seconds(step_s)} a step; {second.layout}, the next, takes "
-        f"{behind:.1%} longer ({differences(best.prediction, second.prediction, step_s)})"
+        f"{behind:.1%} longer ({differences(best.prediction.parts_s, second.prediction.parts_s, step_s)})"
     )
 
 

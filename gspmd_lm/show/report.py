@@ -9,7 +9,7 @@ from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.timing.predict import Prediction, parts_s
+from gspmd_lm.foresight.timing.predict import Prediction
 from gspmd_lm.sharding.rules import describe_mesh
 from gspmd_lm.show import terminal, whole_job
 from gspmd_lm.show.document import (
@@ -403,7 +403,7 @@ def time_parts(report: Report) -> list[Part]:
     """The parts of a step's time that are not 0; none where no time is predicted."""
     if (prediction := report.prediction) is None:
         return []
-    seconds = parts_s(prediction)
+    seconds = prediction.parts_s
     kinds = ("matmul", "attention", "other", *["wait"] * len(prediction.exposed_by_axis), "host")
     return [
         Part(kind, label, part_s, human_seconds(part_s))

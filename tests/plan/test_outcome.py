@@ -49,7 +49,9 @@ def candidate(raw, parts, compiled=True):
     matmul_s, attention_s, other_s, waits, peak = parts
     step_s = matmul_s + attention_s + other_s + sum(waits.values())
     price = Estimate(step_s, matmul_s, attention_s, other_s, waits, 0.0, int(peak))
-    prediction = types.SimpleNamespace(**vars(price), mfu=1 / step_s, error="8.0% in the mean of 4 runs")
+    prediction = types.SimpleNamespace(
+        **vars(price), parts_s=price.parts_s, mfu=1 / step_s, error="8.0% in the mean of 4 runs"
+    )
     report = types.SimpleNamespace(
         prediction=prediction,
         memory=types.SimpleNamespace(fits=True, peak_bytes=int(peak)),

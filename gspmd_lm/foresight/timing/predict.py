@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
 
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.timing import attention, op_time
@@ -31,16 +30,34 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
-    """The seconds of a step and their parts. Exposed time is time in which compute waits."""
+class Parts:
+    """The seconds of a step, and of each part of it. Exposed time is time in which compute waits."""
 
     step_time_s: float
     matmul_s: float
     attention_s: float
     other_s: float
-    exposed_communication_s: float
-    exposed_by_axis: Mapping[str, float]  # the longest wait first
+    exposed_by_axis: Mapping[str, float]  # mesh axes -> communication over them; of a prediction, the longest first
     exposed_host_copy_s: float
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """The seconds of each part, under names for sentences."""
+        waits = {f"waiting for {axes}": seconds for axes, seconds in self.exposed_by_axis.items()}
+        return {
+            "matmuls": self.matmul_s,
+            "attention": self.attention_s,
+            "other compute": self.other_s,
+            **waits,
+            "waiting for copies to the host": self.exposed_host_copy_s,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction(Parts):
+    """The predicted step of a compiled program."""
+
+    exposed_communication_s: float
     communication_s: float  # exposed or not
     mfu: float
     tokens_per_s_per_device: float | None  # None where nothing tells what a token is
@@ -204,46 +221,11 @@ def _spans(iteration: Iteration, part: str) -> list[Span]:
     return joined
 
 
-# The parts of a step's time
+def differences(before: Mapping[str, float], after: Mapping[str, float], step_s: float) -> str:
+    """Which parts are longer after than before, and which are shorter: 'waiting for fsdp +12 ms, matmuls -3 ms'.
 
-
-class Parts(Protocol):
-    """What a prediction and an estimate both know: the seconds of each part of a step."""
-
-    @property
-    def matmul_s(self) -> float: ...
-    @property
-    def attention_s(self) -> float: ...
-    @property
-    def other_s(self) -> float: ...
-    @property
-    def exposed_by_axis(self) -> Mapping[str, float]: ...
-    @property
-    def exposed_host_copy_s(self) -> float: ...
-
-
-def parts_s(known: Parts) -> dict[str, float]:
-    """The seconds of each part of a step, under names for sentences."""
-    waits = {f"waiting for {axes}": seconds for axes, seconds in known.exposed_by_axis.items()}
-    return {
-        "matmuls": known.matmul_s,
-        "attention": known.attention_s,
-        "other compute": known.other_s,
-        **waits,
-        "waiting for copies to the host": known.exposed_host_copy_s,
-    }
-
-
-def differences(best: Parts, other: Parts, step_s: float) -> str:
-    """Where `other` takes longer than `best`, and where less: 'waiting for fsdp +12 ms, matmuls -3 ms'.
-
-    Parts that differ by less than a thousandth of `step_s` are left out.
+    A part may be missing on one side. Parts that differ by less than a thousandth of `step_s` are left out.
     """
-    return part_differences(parts_s(best), parts_s(other), step_s)
-
-
-def part_differences(before: Mapping[str, float], after: Mapping[str, float], step_s: float) -> str:
-    """Which parts are longer after than before, and which are shorter; the same parts may be missing in one of them."""
     gaps = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in (*before, *after)}
     shown = sorted((gap, name) for name, gap in gaps.items() if abs(gap) > 0.001 * step_s)
     longer = [f"{name} +{human_seconds(gap)}" for gap, name in reversed(shown) if gap > 0]

@@ -19,7 +19,7 @@ import jax
 from gspmd_lm.foresight.hlo import HOST_SPACE, Instruction, Module
 from gspmd_lm.foresight.hlo.work import COLLECTIVES
 from gspmd_lm.foresight.timing import op_time
-from gspmd_lm.foresight.timing.predict import parts_s
+from gspmd_lm.foresight.timing.predict import Parts
 from gspmd_lm.foresight.timing.simulate import HOST, Simulation
 from gspmd_lm.hardware.chips import KINDS
 from gspmd_lm.hardware.network import Groups, Network
@@ -48,11 +48,12 @@ class TracedStep(NamedTuple):
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """The parts of the step, as `predict.parts_s` names them, and the gaps."""
+        """The parts of the step, as `Parts.parts_s` names them, and the gaps."""
         exposed_s = dict(sorted(self.exposed_s.items(), key=lambda wait: -wait[1]))
         host_s = exposed_s.pop(HOST, 0.0)
         matmul_s, attention_s, other_s = (self.compute_s.get(kind, 0.0) for kind in KINDS)
-        return {**parts_s(_Parts(matmul_s, attention_s, other_s, exposed_s, host_s)), GAPS: sum(self.gaps_s.values())}
+        parts = Parts(self.step_time_s, matmul_s, attention_s, other_s, exposed_s, host_s)
+        return {**parts.parts_s, GAPS: sum(self.gaps_s.values())}
 
     def slowdowns(self, module: Module, network: Network) -> dict[str, float]:
         """How many times as long as predicted each kind of compute took, and each link.
@@ -101,16 +102,6 @@ class TracedStep(NamedTuple):
 def scale_slowdowns(slowdowns: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
     """The slowdowns of a chip, each times its factor."""
     return {**slowdowns, **{name: factor * slowdowns.get(name, 1.0) for name, factor in factors.items()}}
-
-
-class _Parts(NamedTuple):
-    """The parts of a step, as `predict.Parts` has them."""
-
-    matmul_s: float
-    attention_s: float
-    other_s: float
-    exposed_by_axis: Mapping[str, float]
-    exposed_host_copy_s: float
 
 
 class _Event(NamedTuple):
