@@ -208,31 +208,26 @@ class Chips(Mapping[str, Chip]):
     """The chips that a folder describes, by name. A file is read when its chip is first asked for."""
 
     def __init__(self, folder: Path):
-        self._folder = folder
-        self._names = tuple(sorted(file.stem for file in folder.glob("*.yaml")))
-        self._known: dict[str, Chip] = {}
+        self.files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
     def __getitem__(self, name: str) -> Chip:
-        if name not in self._names:
-            raise KeyError(name)
-        if name not in self._known:
-            from gspmd_lm.hardware.chips import reading
-
-            self._known[name] = reading.read_chip(self.file(name))
-        return self._known[name]
+        return _read_file(self.files[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.files)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.files)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self.files
 
-    def file(self, name: str) -> Path:
-        """The file that describes a chip."""
-        return self._folder / f"{name}.yaml"
+
+@functools.cache
+def _read_file(file: Path) -> Chip:
+    from gspmd_lm.hardware.chips import reading
+
+    return reading.read_chip(file)
 
 
 CHIPS = Chips(Path(__file__).parent)  # by their names in targets

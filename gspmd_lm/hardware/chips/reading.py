@@ -110,7 +110,7 @@ def _read_raw(path: Path, place: str) -> dict[str, Any]:
         known = ", ".join(CHIPS)
         hint = did_you_mean(str(like), CHIPS)
         raise InputError(f"{place}: {LIKE}: {like}: no such chip{hint}\n  fix   use one of {known}")
-    inherited = _read_raw(CHIPS.file(like), like)
+    inherited = _read_raw(CHIPS.files[like], like)
     if "hbm_bytes" in raw:
         inherited.pop("usable_hbm_bytes", None)
     sections = {name: inherited.get(name, {}) | raw[name] for name in ("gpu",) if isinstance(raw.get(name), dict)}
