@@ -1,8 +1,9 @@
 """The rates that `calibrate` measured of a chip, for sizes between those that it measured."""
 
-import itertools
 import math
 from collections.abc import Collection
+
+import numpy as np
 
 from gspmd_lm.hardware.chips import Chip
 
@@ -34,8 +35,10 @@ def bytes_per_s(chip: Chip, moved_bytes: float) -> float:
 
     Some bandwidth of the chip was measured.
     """
-    known = [(math.log(one.moved_bytes), math.log(one.bytes_per_s)) for one in chip.bandwidths]
-    return math.exp(_between(math.log(max(moved_bytes, 1)), known))
+    sizes, rates = zip(
+        *((math.log(one.moved_bytes), math.log(one.bytes_per_s)) for one in chip.bandwidths), strict=True
+    )
+    return math.exp(np.interp(math.log(max(moved_bytes, 1)), sizes, rates))
 
 
 def collective_s(chip: Chip, kind: str, size_bytes: float, devices: int, processes: int) -> float:
@@ -48,17 +51,6 @@ def collective_s(chip: Chip, kind: str, size_bytes: float, devices: int, process
     if not alike:
         return 0.0
     group = min(sorted({one.devices for one in alike}), key=lambda known: abs(math.log(known / devices)))
-    points = sorted((one.size_bytes, one.seconds) for one in alike if one.devices == group)
-    seconds = _between(size_bytes, [(float(size), one_s) for size, one_s in points])
-    seconds *= max(1.0, size_bytes / points[-1][0])
+    sizes, times = zip(*sorted((one.size_bytes, one.seconds) for one in alike if one.devices == group), strict=True)
+    seconds = float(np.interp(size_bytes, sizes, times)) * max(1.0, size_bytes / sizes[-1])
     return seconds * (1 - 1 / devices) / (1 - 1 / group)
-
-
-def _between(x: float, points: list[tuple[float, float]]) -> float:
-    """The value at x on the line through points in ascending order. It is level before the first and after the last."""
-    if x <= points[0][0]:
-        return points[0][1]
-    for (low, low_value), (high, high_value) in itertools.pairwise(points):
-        if x <= high:
-            return low_value + (high_value - low_value) * (x - low) / (high - low)
-    return points[-1][1]
