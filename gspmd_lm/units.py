@@ -69,6 +69,12 @@ def whole_number(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,4000}", text) else None
 
 
+def program_dtype(name: str) -> str:
+    """'bf16', 'f32', 's8' or 'f8e4m3fn': a dtype of jax, by its name, as compiled programs write it."""
+    known = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
+    return known.get(name, name)
+
+
 def bits(dtype: str) -> int:
     """How many bits one element has of a dtype as programs write it: bf16, f8e4m3fn. 0 for those without a size."""
     width = re.match(r"[a-z]+(\d+)", dtype)

@@ -32,6 +32,7 @@ from gspmd_lm.hardware.chips import (
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import device_locations
 from gspmd_lm.runtime import host
+from gspmd_lm.units import program_dtype
 
 # What is measured of matmuls: (batch, rows, contracted, columns). Projections and gradients of weights, square products
 # of several sizes, few rows, and the small products of attention.
@@ -79,7 +80,6 @@ MATMULS = {
 DTYPES = {"cpu": ("float32", "bfloat16"), "other": ("bfloat16", "float32", "int8")}
 MOVED_BYTES = {"cpu": (2**16, 2**19, 2**22, 2**25, 2**28), "other": (2**20, 2**24, 2**28, 2**31)}
 COLLECTIVE_BYTES = (2**10, 2**14, 2**18, 2**22, 2**25)
-_PROGRAM_NAMES = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}
 WORKING_SET_BYTES = 2**26
 _COUNT = 2**16  # elements of an array that a cache holds
 _CHAIN = 8  # operations of one kind, one after the other
@@ -293,7 +293,7 @@ def _matmul_rate(dtype: str, shape: tuple[int, int, int, int]) -> MatmulRate:
     make = functools.partial(jnp.ones, dtype=dtype)
     xs = [make((batch, rows, contracted)) for _ in range(times)]
     seconds = time_s(Program(run, (xs, make((batch, contracted, columns))), times))
-    return MatmulRate(_PROGRAM_NAMES[dtype], *shape, flops / seconds)
+    return MatmulRate(program_dtype(dtype), *shape, flops / seconds)
 
 
 def measure_bandwidths(platform: str, gap_s: float, memory_bytes: int) -> list[Bandwidth]:

@@ -17,6 +17,7 @@ from gspmd_lm.foresight.graph import GROUPED, MATMULS, OUT, AttentionOp, Dataflo
 from gspmd_lm.plan.expert_buffers import in_buffers
 from gspmd_lm.sharding.remat_policy import KEPT_WITH_DOTS
 from gspmd_lm.sharding.rules import Remat
+from gspmd_lm.units import program_dtype
 
 NamedNodes = tuple[Node, ...]  # an array or operation is split over the mesh axes of all of these that are placed
 
@@ -187,7 +188,7 @@ class OpGraph:
             yield Op(
                 kind,
                 node.flops,
-                _hlo_dtype(node.inputs[0]),
+                program_dtype(node.inputs[0].dtype.name),
                 itemsizes,
                 nodes,
                 moved,
@@ -375,9 +376,3 @@ def _same_as(node: Node) -> Node:
     while node.primitive == "name":
         node = node.inputs[0]
     return node
-
-
-def _hlo_dtype(node: Node) -> str:
-    """A dtype as programs write it: bf16."""
-    known = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
-    return known.get(node.dtype.name, node.dtype.name)
