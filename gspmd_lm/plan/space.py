@@ -325,8 +325,6 @@ def describe(raw: Mapping[str, Any]) -> str:
         parts += ["one forward and one backward"] if "schedule" in pipeline else []
     if "interleave" in raw:
         parts.append(f"in {raw['interleave']} parts")
-    if "unroll" in raw:
-        parts.append(f"unroll {raw['unroll']}")
     count = sum(map(len, raw.get("compiler_options", {}).values()))
     if count:
         parts.append(plural(count, "compiler option"))
