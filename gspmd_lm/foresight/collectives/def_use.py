@@ -7,6 +7,7 @@ back to the computation or the parameter that it comes from, through copies, fus
 import re
 from collections.abc import Iterator
 
+from gspmd_lm.foresight.graph import breadth_first
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.hlo.values import Value, defined_by
 from gspmd_lm.foresight.hlo.work import COLLECTIVES, rendezvous
@@ -88,13 +89,7 @@ def new_state(module: Module) -> dict[Instruction, tuple[str, str]]:
 
 def users_of(instruction: Instruction) -> Iterator[Instruction]:
     """The instructions of the same computation that use a value, directly or not, the nearest first."""
-    waiting, seen = [*instruction.users], {instruction}
-    while waiting:
-        user = waiting.pop(0)
-        if user not in seen:
-            seen.add(user)
-            yield user
-            waiting += user.users
+    return breadth_first([instruction], lambda one: one.users, lambda _: True)
 
 
 def is_operand_of(user: Instruction, instruction: Instruction) -> bool:
