@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jax.interpreters import partial_eval
 
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
 LINEAR_SOLVE = "custom_linear_solve"  # a linear system, with a function that solves it
+LOOPS = ("while", "scan")
+SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "ne": "ne"}  # a comparison with its sides swapped
 ROLL = core.Primitive("roll")  # jax writes jnp.roll as two slices that are joined
 
 
@@ -176,9 +178,35 @@ def _as_roll(equation: Any, last: Any, first: Any) -> Any:
     return equation.replace(primitive=ROLL, invars=[source], params={"dimension": d, "shift": size - cut})
 
 
-def same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:
-    """How many arrays a loop does not stack or take apart. jax 0.10 and 0.12 have other parameters for that."""
-    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True))
+class Loop(NamedTuple):
+    """A `while` or a `scan`. Its operands are those of the condition alone, constants, what it carries and stacks."""
+
+    condition: Any  # None of a scan
+    body: Any
+    asked: int  # how many operands the condition alone reads
+    constants: int  # how many no iteration changes
+    carried: int
+    times: int  # that the body runs; 1 if that is not known
+
+    def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Those of the condition alone, constants, what the loop begins with, and the stacks that it takes apart."""
+        begin, end = self.asked + self.constants, self.asked + self.constants + self.carried
+        return operands[: self.asked], operands[self.asked : begin], operands[begin:end], operands[end:]
+
+
+def read_loop(equation: Any) -> Loop:
+    """The loop that an operation is, one of LOOPS."""
+    params = equation.params
+    if equation.primitive.name == "while":
+        condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        return Loop(condition, body, params["cond_nconsts"], params["body_nconsts"], len(equation.outvars), 1)
+    body = called_jaxprs(params)[0]
+    # What is carried has the same rank outside. jax 0.10 and 0.12 have other parameters for that.
+    unstacked, carried = (
+        sum(a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True))
+        for inside, outside in ((body.invars, equation.invars), (body.outvars, equation.outvars))
+    )
+    return Loop(None, body, 0, unstacked - carried, carried, params["length"])
 
 
 def _convolution(equation: Any) -> float:
@@ -200,6 +228,18 @@ def _convolution(equation: Any) -> float:
     batch, outputs = result[numbers.out_spec[0]], result[numbers.out_spec[1]]
     # The kernel's input features are already those of one group.
     return 2.0 * positions * batch * outputs * kernel[numbers.rhs_spec[1]]
+
+
+def count_turns(start: int, limit: int, step: int, comparison: str) -> int | None:
+    """The trip count of a loop that goes on while its counter compares so with the limit; None if it never ends."""
+    if comparison not in SWAPPED or not step:
+        return None
+    if comparison in ("le", "ge"):  # these include the limit itself
+        limit += 1 if comparison == "le" else -1
+    runs_away = (limit - start) * step < 0 if comparison == "ne" else (step > 0) != (comparison in ("lt", "le"))
+    if runs_away or (comparison == "ne" and (limit - start) % step):
+        return None
+    return len(range(start, limit, step))
 
 
 def input_pairs(

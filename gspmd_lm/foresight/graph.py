@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from gspmd_lm.foresight.equations import GROUPED, applied_jaxpr, called_jaxprs, flops, join_names, same_rank
+from gspmd_lm.foresight.equations import GROUPED, applied_jaxpr, called_jaxprs, flops, join_names, read_loop
 from gspmd_lm.model.cache import CACHE
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.sharding.op_names import LOSS, OpName, parse
@@ -179,15 +179,12 @@ class DataflowGraph:
             name_stack = join_names(stack, eqn)
             inner = applied_jaxpr(eqn)
             if inner is not None and eqn.primitive.name == "scan":
-                # What a loop carries has the same rank outside, what it stacks or takes apart has one dimension more.
-                # jax has other parameters for that in 0.10 than in 0.12.
-                count = same_rank(inner.outvars, eqn.outvars)
-                first = same_rank(inner.invars, eqn.invars) - count
-                begin = zip(inner.invars[first:], operands[first : first + count], strict=False)
-                carried = [self._node("carry", name_stack, var.aval, times, [init]) for var, init in begin]
-                trip_count = times * eqn.params["length"]
-                operands[first : first + count] = carried
-                results = self._add_operations(inner, operands, name_stack, trip_count)
+                loop = read_loop(eqn)
+                (_, captured, begin, stacked), variables = loop.split(operands), loop.split(inner.invars)[2]
+                begins = zip(variables, begin, strict=True)
+                carried = [self._node("carry", name_stack, var.aval, times, [init]) for var, init in begins]
+                operands = [*captured, *carried, *stacked]
+                results = self._add_operations(inner, operands, name_stack, times * loop.times)
                 for node, result in zip(carried, results, strict=False):
                     node.inputs.append(result)
             elif inner is not None:
@@ -431,13 +428,14 @@ class DataflowGraph:
 
 
 def breadth_first(
-    start: Iterable[Node],
-    near: Callable[[Node], Iterable[Node]],
-    passes: Callable[[Node], bool] = lambda node: not node.placed,
-) -> Iterator[Node]:
+    start: Iterable[Any],
+    near: Callable[[Any], Iterable[Any]],
+    passes: Callable[[Any], bool] = lambda node: not node.placed,
+) -> Iterator[Any]:
     """The nodes that one comes to from some others, the nearest first, each once.
 
-    `near` gives what lies next to a node. `passes` says whether the way goes on behind it: as far as a placement.
+    They may be those of any graph. `near` gives what lies next to a node. `passes` says whether the way goes on behind
+    it: as far as a placement.
     """
     waiting = collections.deque(start)
     seen = set(waiting)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
+
+from gspmd_lm.foresight.equations import SWAPPED, count_turns
 
 if TYPE_CHECKING:
     from gspmd_lm.foresight.hlo.instruction import Instruction
@@ -22,7 +23,6 @@ _COPIES = {
     "optimization-barrier",
 }
 _INLINED = {"fusion", "call"}
-_SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
 
 def defined_by(value: Value) -> Value | None:
@@ -64,14 +64,14 @@ def trip_count(loop: Instruction) -> int | None:
     compare, _ = origin((condition.root, ()))
     if compare.opcode != "compare":
         return None
-    direction = compare.attributes.get("direction", "")
+    direction = compare.attributes.get("direction", "").lower()
     sides = [origin((operand, ())) for operand in compare.operands]
     for (counter, path), limit in (tuple(sides), tuple(reversed(sides))):
         if counter.opcode == "parameter" and counter.computation is condition and path:
             count = _count(loop, path, _constant(limit), direction)
             if count is not None:
                 return count
-        direction = _SWAPPED.get(direction, "")
+        direction = SWAPPED.get(direction, "")
     return None
 
 
@@ -79,15 +79,9 @@ def _count(loop: Instruction, path: tuple[int, ...], limit: int | None, directio
     start = _constant((loop.operands[0], path))
     (body,) = loop.called_computations["body"]
     step = _offset((body.root, path), (body.parameters[0], path))
-    if start is None or step is None or limit is None or step == 0:
+    if start is None or step is None or limit is None:
         return None
-    if direction in ("LE", "GE"):  # these include the limit itself
-        limit += 1 if direction == "LE" else -1
-    if {"LT": 1, "LE": 1, "GT": -1, "GE": -1, "NE": step}.get(direction, 0) * step <= 0:
-        return None  # the counter runs away from its limit, or the direction is not known
-    if direction == "NE" and (limit - start) % step:
-        return None
-    return max(0, math.ceil((limit - start) / step))
+    return count_turns(start, limit, step, direction)
 
 
 def _offset(value: Value, counter: Value) -> int | None:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from gspmd_lm.foresight.equations import applied_jaxpr, called_jaxprs, same_rank
+from gspmd_lm.foresight.equations import LOOPS, Loop, applied_jaxpr, read_loop
 from gspmd_lm.foresight.propagation.sharding import Dims, MeshShape, array_bytes
 from gspmd_lm.foresight.propagation.wanted import CONSTRAINTS
 
@@ -101,8 +101,8 @@ def _operand_shares(equation: Any, results: Sequence[Share]) -> list[Share]:
     if primitive == "cond":
         branches = [needed_shares(branch.jaxpr, results) for branch in equation.params["branches"]]
         return [_ALL, *(_combine(min, *shares) for shares in zip(*branches, strict=True))]
-    if (loop := _find_loop(equation)) is not None:
-        return _loop_shares(loop, results)
+    if primitive in LOOPS:
+        return _loop_shares(read_loop(equation), results)
     if (inner := _find_called(equation)) is not None:
         return needed_shares(inner, results)
     if primitive in _IN_PLACE:
@@ -135,28 +135,7 @@ def _find_called(equation: Any) -> Any:
     return inner if inner is not None and len(inner.outvars) == len(equation.outvars) else None
 
 
-class _Loop(NamedTuple):
-    condition: Any  # None of a scan
-    body: Any
-    asked: int  # how many operands the condition alone reads; they come first
-    constants: int  # how many operands no iteration changes
-    carried: int
-    times: int  # that the body runs; 1 if that is not known
-
-
-def _find_loop(equation: Any) -> _Loop | None:
-    params = equation.params
-    if equation.primitive.name == "while":
-        condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
-        return _Loop(condition, body, params["cond_nconsts"], params["body_nconsts"], len(equation.outvars), 1)
-    if equation.primitive.name != "scan":
-        return None
-    body = called_jaxprs(params)[0]
-    carried = same_rank(body.outvars, equation.outvars)
-    return _Loop(None, body, 0, same_rank(body.invars, equation.invars) - carried, carried, params["length"])
-
-
-def _loop_shares(loop: _Loop, results: Sequence[Share]) -> list[Share]:
+def _loop_shares(loop: Loop, results: Sequence[Share]) -> list[Share]:
     """The share of each operand that a loop needs. It runs at least once if its trip count is not known.
 
     All iterations run the same program. So an initial value is needed as far as every iteration needs the value that it
@@ -217,7 +196,7 @@ def updated_parts(jaxpr: Any) -> list[tuple[int, Parts] | None]:
             branches = [parts_of_called(branch.jaxpr)[result] for branch in equation.params["branches"]]
             found = min(filter(None, branches), key=lambda one: _total_bytes(one[1]), default=None)
             return found and (equation.invars[1 + found[0]], found[1])
-        loop = _find_loop(equation)
+        loop = read_loop(equation) if equation.primitive.name in LOOPS else None
         if loop and not loop.times:
             begins = loop.asked + loop.constants + result
             return (equation.invars[begins], []) if result < loop.carried else None

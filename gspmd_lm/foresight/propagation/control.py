@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.equations import called_jaxprs, same_rank
+from gspmd_lm.foresight.equations import called_jaxprs, read_loop
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import UNKNOWN_TRIP_COUNT, Record
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated_sharding
@@ -66,19 +66,18 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     What it takes apart is gathered along the dimension that it runs over. What it carries has the sharding that it has
     after an iteration. A partial sum may be carried on if it begins as one, or as zeros, and is only added to.
     """
-    body = called_jaxprs(operation.params)[0]
-    carried = same_rank(body.outvars, operation.equation.outvars)
-    constants = same_rank(body.invars, operation.equation.invars) - carried
+    loop = read_loop(operation.equation)
+    body, constants, carried = loop.body, loop.constants, loop.carried
     for number in range(constants + carried, len(operation.operands)):  # each iteration takes a part of these
         target = ((), *operation.operands[number].dims[1:])
         # It is gathered, or exchanged where that splits another dimension.
         reader.move_operand(operation, number, target, keep_unreduced=True)
-    begin, stacked = operation.operands[constants : constants + carried], operation.operands[constants + carried :]
-    if not operation.params["length"]:  # it hands on what it is given
+    _, captured, begin, stacked = loop.split(operation.operands)
+    if not loop.times:  # it hands on what it is given
         stacks = operation.equation.outvars[carried:]
         return [*begin, *(replicated_sharding(rank_of(var.aval), is_constant=True) for var in stacks)]
-    reader.loops.append(operation.params["length"])
-    depth, once = len(reader.loops), operation.params["length"] == 1  # a single iteration is written out: no loop
+    reader.loops.append(loop.times)
+    depth, once = len(reader.loops), loop.times == 1  # a single iteration is written out: no loop
 
     def inside(one: ArraySharding, outside: ArraySharding) -> ArraySharding:
         if once:
@@ -94,7 +93,7 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
         carried = (inside(one._replace(identity=None), outside) for one, outside in zip(carry, begin, strict=True))
-        operands = [*operation.operands[:constants], *carried, *slices]
+        operands = [*captured, *carried, *slices]
         return reader.read(body, operands, operation.stack, accumulated=[n for n, one in enumerate(only_added) if one])
 
     added = {} if once else terms(body, range(carried), use_counts(body))
@@ -183,14 +182,12 @@ def _settle(
 
 def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A loop whose trip count is not known: it counts once, and is noted as unknown. It may be taken not to run."""
+    loop = read_loop(operation.equation)
+    asked, captured, begin, _ = loop.split(operation.operands)
     if operation.name.trip_count == "0":
-        return operation.operands[operation.params["cond_nconsts"] + operation.params["body_nconsts"] :]
+        return [*begin]
     reader.add_unknown(UNKNOWN_TRIP_COUNT)
-    condition, body = (operation.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
-    skipped, constants = operation.params["cond_nconsts"], operation.params["body_nconsts"]
-    asked, captured = operation.operands[:skipped], operation.operands[skipped:][:constants]
-    begin = operation.operands[skipped + constants :]
-    avals = operation.inputs[skipped + constants :]
+    avals = loop.split(operation.inputs)[2]
     carry = [reader.move(operation, aval, one, one.dims) for aval, one in zip(avals, begin, strict=True)]
     reader.loops.append(1)
     depth = len(reader.loops)
@@ -199,11 +196,11 @@ def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
         def inside() -> list[ArraySharding]:
             return [one._replace(loop_depth=depth, identity=object()) for one in carry]
 
-        reader.read(condition, [*asked, *inside()], operation.stack)
-        return reader.read(body, [*captured, *inside()], operation.stack)
+        reader.read(loop.condition, [*asked, *inside()], operation.stack)
+        return reader.read(loop.body, [*captured, *inside()], operation.stack)
 
     carry, results = _settle(reader, carry, lambda _: None, iterate)
-    for var, result, one in zip(body.outvars, results, carry, strict=True):
+    for var, result, one in zip(loop.body.outvars, results, carry, strict=True):
         reader.move(operation, var.aval, result, one.dims)
     reader.loops.pop()
     return [one._replace(loop_depth=depth - 1, identity=None) for one in carry]

@@ -11,7 +11,6 @@ from jax.extend import core
 from gspmd_lm.foresight import equations
 
 _SCAN = core.Primitive("scan")
-_SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "ne": "ne"}
 _ARITHMETIC = {
     "add": operator.add,
     "sub": operator.sub,
@@ -38,21 +37,22 @@ def _replace_loops(jaxpr: Any) -> list[Any]:
     return changed
 
 
-def trip_count(loop: Any, makers: Mapping[Any, Any]) -> int | None:
+def trip_count(equation: Any, makers: Mapping[Any, Any]) -> int | None:
     """The trip count of a `while`, from a condition such as `counter < limit`; None if it is not known.
 
     makers: the equations of the program that the loop stands in, by their results.
     """
-    condition, body = (loop.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
-    asked, captured = loop.params["cond_nconsts"], loop.params["body_nconsts"]
-    begin, carried = loop.invars[asked + captured :], body.invars[captured:]
-    known = dict(zip(condition.invars, loop.invars[:asked], strict=False))  # what no iteration changes -> what it is
-    known |= dict(zip(body.invars, loop.invars[asked:][:captured], strict=False))
+    loop = equations.read_loop(equation)
+    condition, body, asked = loop.condition, loop.body, loop.asked
+    of_condition, captured, begin, _ = loop.split(equation.invars)
+    carried = body.invars[loop.constants :]
+    known = dict(zip(condition.invars, of_condition, strict=False))  # what no iteration changes -> what it is
+    known |= dict(zip(body.invars, captured, strict=False))
     for number, (before, after) in enumerate(zip(carried, body.outvars, strict=True)):
         if before is after:
             known[before] = known[condition.invars[asked + number]] = begin[number]
     compare = _maker(condition, 0)
-    if compare is None or compare.primitive.name not in _SWAPPED:
+    if compare is None or compare.primitive.name not in equations.SWAPPED:
         return None
     find_integer, direction = _integers(known, makers), compare.primitive.name
     for counter, limit in (compare.invars, compare.invars[::-1]):
@@ -60,7 +60,7 @@ def trip_count(loop: Any, makers: Mapping[Any, Any]) -> int | None:
             number = condition.invars.index(counter) - asked
             step = _offset(_maker(body, number), carried[number], find_integer)
             return _count(find_integer(begin[number]), find_integer(limit), step, direction, counter.aval.dtype)
-        direction = _SWAPPED[direction]
+        direction = equations.SWAPPED[direction]
     return None
 
 
@@ -71,15 +71,10 @@ def _maker(jaxpr: Any, number: int) -> Any:
 
 def _count(start: int | None, limit: int | None, step: int | None, direction: str, dtype: Any) -> int | None:
     """The trip count; None if it is not known, or if the counter of this dtype wraps around before the loop ends."""
-    if start is None or limit is None or not step:
+    if start is None or limit is None or step is None:
         return None
-    if direction in ("le", "ge"):  # these include the limit itself
-        limit += 1 if direction == "le" else -1
-    runs_away = (limit - start) * step < 0 if direction == "ne" else (step > 0) != (direction in ("lt", "le"))
-    if runs_away or (direction == "ne" and (limit - start) % step):
-        return None
-    count = len(range(start, limit, step))
-    return count if _fits(start + count * step, dtype) else None
+    count = equations.count_turns(start, limit, step, direction)
+    return count if count is not None and _fits(start + count * step, dtype) else None
 
 
 def _offset(equation: Any, counter: Any, find_integer: Callable[[Any], int | None]) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend import core
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.equations import called_jaxprs, same_rank
+from gspmd_lm.foresight.equations import called_jaxprs, read_loop
 from gspmd_lm.foresight.propagation.control import least_of, possible_branches
 from gspmd_lm.foresight.propagation.matmuls import kernel_flops
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
@@ -157,10 +157,10 @@ class PerDevice:
             return self._results_that_change_with(operation, operands)
         if primitive == "while":
             self.reader.add_unknown(UNKNOWN_TRIP_COUNT)
-            of_condition, of_body = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
-            condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
-            self._inside(condition, operation, [*of_condition, *of_body[params["body_nconsts"] :]])
-            return self.add_up_all(operation, body, self._inside(body, operation, of_body))
+            loop = read_loop(operation.equation)
+            asked, captured, begin, _ = loop.split(operands)
+            self._inside(loop.condition, operation, [*asked, *begin])
+            return self.add_up_all(operation, loop.body, self._inside(loop.body, operation, [*captured, *begin]))
         if primitive == "pallas_call":
             self.reader.add_flops(operation, kernel_flops(params) * self.share * self._filled_part(operation))
         elif primitive == "cond":
@@ -210,19 +210,14 @@ class PerDevice:
         return dataclasses.replace(self, stack=operation.stack).read(jaxpr, arguments)
 
     def _scan(self, operation: Operation) -> list[ArraySharding]:
-        if not operation.params["length"]:
+        loop = read_loop(operation.equation)
+        if not loop.times:
             return self._results_that_change_with(operation, operation.operands)
-        body, changed = called_jaxprs(operation.params)[0], len(self.reader.loops) + 1
-        carried = same_rank(body.outvars, operation.equation.outvars)
-        constants = same_rank(body.invars, operation.equation.invars) - carried
-        inside = [
-            one if number < constants else ArraySharding(loop_depth=changed)
-            for number, one in enumerate(operation.operands)
-        ]
-        uses = use_counts(body)
-        added = terms(body, range(carried), uses)
-        only_added = {n for n, var in enumerate(body.invars[constants:][:carried]) if added.get(var) == n}
-        self.reader.loops.append(operation.params["length"])
+        body, changed = loop.body, ArraySharding(loop_depth=len(self.reader.loops) + 1)
+        inside = [*operation.operands[: loop.constants], *[changed] * (len(body.invars) - loop.constants)]
+        added = terms(body, range(loop.carried), use_counts(body))
+        only_added = {n for n, var in enumerate(loop.split(body.invars)[2]) if added.get(var) == n}
+        self.reader.loops.append(loop.times)
         results = self._inside(body, operation, inside)
         sums = [one.unreduced if n in only_added else frozenset() for n, one in enumerate(results)]
         in_each = [one.without_partial_sums() if kept else one for one, kept in zip(results, sums, strict=True)]
