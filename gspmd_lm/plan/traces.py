@@ -181,7 +181,7 @@ class Shards:
 
     def __init__(self, rules: Rules, model: ModelConfig | None = None):
         self.rules, self.model = rules, model
-        self._counts: dict[NamedNodes, int] = {}
+        self.count = functools.cache(self._count)  # in the instance, so that it goes with the rules
 
     def held_bytes(self, size: float, nodes: NamedNodes) -> float:
         """The bytes that one device holds of an array of `size` bytes; for rows at experts, those of the buffer."""
@@ -197,14 +197,11 @@ class Shards:
         """See `expert_buffers.buffer_share`."""
         return buffer_share(self.rules, self.model, nodes) if self.model and self.model.experts else 1.0
 
-    def count(self, nodes: NamedNodes) -> int:
+    def _count(self, nodes: NamedNodes) -> int:
         """The shards of an array that is split over the mesh axes of all of these nodes."""
-        if nodes not in self._counts:
-            names: set[str] = set()
-            for node in nodes:
-                if not node.placed:  # a product of experts
-                    continue
+        names: set[str] = set()
+        for node in nodes:
+            if node.placed:  # unlike a product of experts
                 array, axes, table = node.placed
                 names |= {name for split in self.rules.resolve(table, array, axes, node.shape)[0] for name in split}
-            self._counts[nodes] = self.rules.num_shards(names)
-        return self._counts[nodes]
+        return self.rules.num_shards(names)

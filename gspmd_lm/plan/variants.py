@@ -13,6 +13,7 @@ is kept. So names are chosen one after the other: each time the one that spares 
 is there.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -156,12 +157,7 @@ class _Knapsack:
 
     def __init__(self, estimator: Estimator, rules: Rules, names: Names):
         self.estimator, self.rules, self.names = estimator, rules, names
-        self._estimates: dict[Remat, RematEstimate] = {}
-
-    def estimate(self, remat: Remat) -> RematEstimate:
-        if remat not in self._estimates:
-            self._estimates[remat] = self.estimator.estimate_remat(self.rules, remat)
-        return self._estimates[remat]
+        self.estimate = functools.cache(functools.partial(estimator.estimate_remat, rules))
 
     def filling_policy(self, limit_bytes: float, host_bytes: float = 0.0) -> Remat:
         """The policy that fills a device up to `limit_bytes`, and the host's memory for it up to `host_bytes`."""
