@@ -171,21 +171,18 @@ class Overlap:
 
         Devices without links of their own, such as simulated ones, stand in one host.
         """
-        if not self.devices:
-            return {"ids": tuple(range(rules.devices)), **self._simulated_locations(rules.devices)}
-        return targets.numbered_locations(meshes.build(rules, self.devices))
-
-    def _simulated_locations(self, count: int) -> dict[str, Any]:
-        """Where devices of a CPU are, in the order of any mesh."""
-        hosts = self.target.simulated_hosts if self.target.platform == "cpu" else (0,) * count
-        return {"coords": tuple((n,) for n in range(count)), "slices": (0,) * count, "hosts": hosts}
+        if self.devices:
+            return targets.numbered_locations(meshes.build(rules, self.devices))
+        ids, alike = tuple(range(rules.devices)), (0,) * rules.devices
+        hosts = self.target.simulated_hosts if self.target.platform == "cpu" else alike
+        return {"ids": ids, "coords": tuple((n,) for n in ids), "slices": alike, "hosts": hosts}
 
     def network(self, rules: Rules) -> tuple[Network, dict[str, Groups]]:
         """The links of a mesh, and the groups of devices that differ in some of its axes only."""
         key = tuple(rules.mesh.items()), tuple(rules.dcn.items())
         if key not in self._networks:
-            built = targets.device_locations(meshes.build(rules, self.devices)) if self.devices else None
-            locations = built or self._simulated_locations(rules.devices)
+            locations = self.locations(rules)
+            del locations["ids"]
             self._networks[key] = Network(self.target.chip, **locations, mesh=rules.mesh), _Groups(rules)
         return self._networks[key]
 
@@ -200,21 +197,17 @@ class Overlap:
 
 def _sharing_links(network: Network, groups: Mapping[str, Groups], sent: Iterable[str]) -> list[list[str]]:
     """Groups of mesh axes that share links: on a torus those with a common axis, elsewhere all on one network."""
-    links: list[list[str]] = []
+    links: list[tuple[set[str], list[str]]] = []
     for axes in sent:
         names = set(axes.split("+")) if network.link(groups[axes]) == "ici" else {"network"}
-        for link in links:
-            names_on_link = {
-                name
-                for other in link
-                for name in (other.split("+") if network.link(groups[other]) == "ici" else ["network"])
-            }
+        for names_on_link, link in links:
             if names & names_on_link:
+                names_on_link |= names
                 link.append(axes)
                 break
         else:
-            links.append([axes])
-    return links
+            links.append((names, [axes]))
+    return [link for _, link in links]
 
 
 def _neighbours(groups: Groups) -> Groups:
