@@ -12,6 +12,21 @@ from jax.interpreters import partial_eval
 
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
 LINEAR_SOLVE = "custom_linear_solve"  # a linear system, with a function that solves it
+CALLS = frozenset(  # operations whose programs are read in their place
+    (
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "remat",
+        "remat2",
+        "checkpoint",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "eval_jaxpr",
+    )
+)
 LOOPS = ("while", "scan")
 SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "ne": "ne"}  # a comparison with its sides swapped
 ROLL = core.Primitive("roll")  # jax writes jnp.roll as two slices that are joined

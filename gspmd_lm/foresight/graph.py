@@ -24,16 +24,9 @@ from gspmd_lm.sharding.remat_policy import kept_dots
 from gspmd_lm.sharding.shapes import Arrays, pairs
 from gspmd_lm.sharding.sizes import element_bits
 
-_SAME_VALUES = (
-    "name",
-    "convert_element_type",
-    "reshape",
-    "transpose",
-    "broadcast_in_dim",
-    "squeeze",
-    "stop_gradient",
-    "copy",
-)
+# Operations that make nothing new, and those that make nothing new but perhaps another dtype.
+VIEWS = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
+SAME_VALUES = (*VIEWS, "convert_element_type")
 MATMULS = ("dot_general", GROUPED)
 # The output and the inputs of attention.
 OUT, *READ = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
@@ -358,7 +351,7 @@ class DataflowGraph:
 
     def _weight(self, node: Node) -> Node | None:
         """Where a weight was placed in use that has only changed its form since."""
-        while node.primitive in _SAME_VALUES and not (node.placed and node.placed.table == "rules"):
+        while node.primitive in SAME_VALUES and not (node.placed and node.placed.table == "rules"):
             node = node.inputs[0]
         return node if node.array in self.weights else None
 

@@ -13,7 +13,17 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gspmd_lm.foresight.graph import GROUPED, MATMULS, OUT, AttentionOp, DataflowGraph, Node, breadth_first
+from gspmd_lm.foresight.graph import (
+    GROUPED,
+    MATMULS,
+    OUT,
+    SAME_VALUES,
+    VIEWS,
+    AttentionOp,
+    DataflowGraph,
+    Node,
+    breadth_first,
+)
 from gspmd_lm.plan.expert_buffers import in_buffers
 from gspmd_lm.sharding.remat_policy import KEPT_WITH_DOTS
 from gspmd_lm.sharding.rules import Remat
@@ -21,16 +31,13 @@ from gspmd_lm.units import program_dtype
 
 NamedNodes = tuple[Node, ...]  # an array or operation is split over the mesh axes of all of these that are placed
 
-# Operations that make nothing new.
-_VIEWS = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
 # Operations whose derivative needs none of their values.
 LINEAR = (
-    *_VIEWS,
+    *SAME_VALUES,
     "add",
     "add_any",
     "sub",
     "neg",
-    "convert_element_type",
     "reduce_sum",
     "slice",
     "split",
@@ -70,7 +77,7 @@ class Op:
     @property
     def only_casts(self) -> bool:
         """Whether it changes nothing but the dtype, as of a weight before its matmul."""
-        return not self.flops and all(node.primitive in (*_VIEWS, "convert_element_type") for node in self.nodes)
+        return not self.flops and all(node.primitive in SAME_VALUES for node in self.nodes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -233,7 +240,7 @@ class OpGraph:
         for node in group:
             members.setdefault(root(node), []).append(node)
         for nodes in members.values():
-            if all(node.primitive in _VIEWS for node in nodes):
+            if all(node.primitive in VIEWS for node in nodes):
                 continue
             within = set(nodes)
             bytes_of: dict[Node, float] = {}

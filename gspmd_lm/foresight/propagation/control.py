@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.equations import called_jaxprs, read_loop
-from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
+from gspmd_lm.foresight.equations import CALLS, called_jaxprs, read_loop
+from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import UNKNOWN_TRIP_COUNT, Record
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated_sharding
 from gspmd_lm.foresight.propagation.wanted import terms, use_counts

@@ -8,10 +8,10 @@ from typing import Any
 from jax.extend import core
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.equations import called_jaxprs, read_loop
+from gspmd_lm.foresight.equations import CALLS, called_jaxprs, read_loop
 from gspmd_lm.foresight.propagation.control import least_of, possible_branches
 from gspmd_lm.foresight.propagation.matmuls import kernel_flops
-from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
+from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import UNKNOWN_TRIP_COUNT, Record
 from gspmd_lm.foresight.propagation.sharding import (
     ArraySharding,

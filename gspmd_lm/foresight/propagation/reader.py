@@ -32,24 +32,8 @@ from gspmd_lm.sharding.sizes import element_bits
 # Those that are additive in one of their operands.
 MULTIPLICATIVE = frozenset({"mul", "div", "select_n", "dot_general", "conv_general_dilated"})
 
-# Those whose operations are read in their place.
-CALLS = frozenset(
-    (
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "remat",
-        "remat2",
-        "checkpoint",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "eval_jaxpr",
-    )
-)
 # Those that read another jaxpr: what they are given is looked at there.
-CONTROL = CALLS | {"scan", "cond", "while", "shard_map", equations.LINEAR_SOLVE}
+CONTROL = equations.CALLS | {"scan", "cond", "while", "shard_map", equations.LINEAR_SOLVE}
 
 # Those that are given partial sums as they are: others are given the sum.
 _READ_PARTIAL_SUMS = ADDITIVE | MULTIPLICATIVE | CONTROL
@@ -384,7 +368,7 @@ class Reader:
                     scatter,
                 )
                 known[var] = self._for_all_uses(operation, var, result) if uses[var] > 1 else result
-            if primitive not in CALLS:
+            if primitive not in equations.CALLS:
                 self._add_values(operation, [known[var] for var in outputs], self.products > products)
         return [sharding_of(atom) for atom in jaxpr.outvars]
 
@@ -442,7 +426,7 @@ class Reader:
                 replicated_sharding(rank_of(var.aval), True)._replace(identity=identity if one else None)
                 for var in outputs
             ]
-        identity = None if operation.primitive in CALLS else self.value(operation)
+        identity = None if operation.primitive in equations.CALLS else self.value(operation)
         if identity is None:
             return self._by_rule(operation)
         # XLA computes once what a program computes twice from the same arrays, where they are split alike.

@@ -48,26 +48,9 @@ CONSTRAINTS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 
 Wanted = Mapping[Any, Dims]  # variables -> mesh axes of each dimension
 # Of these the dimensions of the result are not those of an operand, although the shapes may agree.
-_OTHER_DIMENSIONS = frozenset(
-    (
-        "reshape",
-        "jit",
-        "pjit",
-        "closed_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "remat2",
-        "checkpoint",
-        "scan",
-        "while",
-        "cond",
-        "shard_map",
-        "dot_general",
-        "conv_general_dilated",
-        "gather",
-        "sort",
-        "rev",
-    )
+_OTHER_DIMENSIONS = equations.CALLS.union(
+    equations.LOOPS,
+    ("cond", "shard_map", "reshape", "dot_general", "conv_general_dilated", "gather", "sort", "rev"),
 )
 
 
