@@ -10,6 +10,7 @@ import itertools
 import math
 import platform as machine
 import time
+import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -384,14 +385,8 @@ def measure_host_link(device: Any) -> float:
     array = np.ones(2**25, np.float32)
     there = jax.device_put(array, device)
     to_s = time_s(Program(lambda: jax.device_put(array, device), ()))
-    back_s = min(_elapsed_s(lambda: np.asarray(there + 1)) for _ in range(_RUNS))
+    back_s = min(timeit.repeat(lambda: np.asarray(there + 1), number=1, repeat=_RUNS))
     return array.nbytes / max(to_s, back_s)
-
-
-def _elapsed_s(run: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
 
 
 def measure_collectives(devices: Sequence[Any]) -> list[CollectiveTime]:
