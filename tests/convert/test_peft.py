@@ -116,8 +116,8 @@ def test_an_adapter_names_a_class_of_peft_that_loads_it(settings, task):
     [
         ("mixtral", {"w_gate": ("block_sparse_moe.experts.2.w1.weight", np.transpose),
                      "w_down": ("block_sparse_moe.experts.2.w2.weight", np.transpose)}),
-        ("gpt-oss", {"w_gate": ("mlp.experts.gate_up_proj", lambda w: w[2, :, ::2]),
-                     "w_down": ("mlp.experts.down_proj", lambda w: w[2])}),
+        pytest.param("gpt-oss", {"w_gate": ("mlp.experts.gate_up_proj", lambda w: w[2, :, ::2]),
+                                 "w_down": ("mlp.experts.down_proj", lambda w: w[2])}, marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_adapters_of_experts_are_merged_into_what_is_written(name, tensors, tmp_path):

@@ -50,6 +50,7 @@ def test_collectives_are_those_of_the_trace(figures, built):
     assert collections.Counter((one["kind"], one["axis"], one["bytes"]) for one in shown) == wanted
 
 
+@pytest.mark.long
 def test_a_split_sequence_turns_two_sums_into_a_gather_and_a_scatter_each(figures):
     """What a student sees who types one line."""
 

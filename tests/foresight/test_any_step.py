@@ -226,7 +226,9 @@ def test_a_mesh_whose_axes_join_those_of_another_one_is_read_in_them():
     assert {one.mesh_axes for one in sent} == {"data+tensor"}
 
 
-@pytest.mark.parametrize("target", ["cpu:8", pytest.param("h100:8", marks=pytest.mark.slow), "v5e:2x4"])
+@pytest.mark.parametrize(
+    "target", ["cpu:8", pytest.param("h100:8", marks=pytest.mark.slow), pytest.param("v5e:2x4", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(("name", "called"), [("prints", "debug_print"), ("calls_python", "pure_callback")])
 def test_a_step_that_calls_python_is_explained_without_it(name, called, target):
     report = gspmd_lm.explain(getattr(own_steps, name), target=target)

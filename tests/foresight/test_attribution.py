@@ -98,6 +98,7 @@ def of(found, op, kind="", phase=""):
     return one
 
 
+@pytest.mark.long
 def test_what_a_layer_moves(moved):
     found = moved("fsdp2_tp4")
     wq = "layers.attention.wq"

@@ -103,6 +103,7 @@ def test_a_collective_of_one_cpu_takes_the_time_that_it_waits(monkeypatch):
     assert calibration.time_s(waiting) < 0.005 < calibration.time_s(waiting._replace(one_by_one=True))
 
 
+@pytest.mark.long
 def test_a_matmul_takes_its_flops_over_the_rate_that_was_measured(chip):
     found = dataclasses.replace(
         reading.read_chip(chip[1]),
@@ -116,6 +117,7 @@ def test_a_matmul_takes_its_flops_over_the_rate_that_was_measured(chip):
     assert times[0].seconds == pytest.approx(2 * 512 * 256 * 128 / 1e9 + 1e-6)
 
 
+@pytest.mark.long
 def test_other_operations_take_their_arithmetic_or_their_bytes(chip):
     rates = {"add": 1e9, "exponential": 1e8, "transpose": 1e7, "reduce": 5e8, "reduce columns": 1e8, "gather": 1e8}
     found = dataclasses.replace(
@@ -134,6 +136,7 @@ def test_other_operations_take_their_arithmetic_or_their_bytes(chip):
     assert seconds(lambda x: x + 1, slow) == pytest.approx(2 * x.nbytes / 1e6)
 
 
+@pytest.mark.long
 def test_explain_and_plan_use_what_was_measured_and_say_so(chip, monkeypatch):
     monkeypatch.chdir(chip[1].parent)
     from gspmd_lm import api
@@ -146,6 +149,7 @@ def test_explain_and_plan_use_what_was_measured_and_say_so(chip, monkeypatch):
     assert rows
 
 
+@pytest.mark.long
 def test_the_file_of_another_platform_is_refused(chip):
     with pytest.raises(InputError, match="describes a cpu, and the devices here are gpus"):
         targets.from_devices([calibrated_here.Gpu()], str(chip[1]))

@@ -46,6 +46,7 @@ def test_accelerators_are_compiled_for_without_one(in_bfloat16, cache, target, t
     assert program.memory["temp_size_in_bytes"] > 0
 
 
+@pytest.mark.long
 def test_cudnn_is_asked_for_without_cudnn_or_a_gpu(in_bfloat16):
     """Its attention is the default of a GPU in bfloat16."""
     request = in_bfloat16("h100:8")

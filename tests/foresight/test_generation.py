@@ -70,6 +70,7 @@ def test_queries_of_a_decode_step_move_to_a_cache_that_is_split_by_rows(report_o
     assert found.memory.cache_bytes == 2 * 3 * (8 // 8) * 256 * model.head_dim * 4
 
 
+@pytest.mark.long
 def test_a_tensor_parallel_decode_step_reduces_twice_per_layer_and_holds_its_part_of_the_cache(report_of):
     found = report_of("decode_tp8", "decode")
     in_layers = [one for one in found.collectives if one.in_loop]

@@ -174,6 +174,7 @@ def test_a_layout_never_changes_a_token(layout, made, prompts):
     assert split.programs.mesh.size == 8
 
 
+@pytest.mark.long
 def test_text_depends_on_seed_and_number_not_on_the_batch(made, prompts):
     three, two = alone(made, {}), made("two rows", {}, "single", batch=2)
     for sampling in (Sampling(), DRAWN):

@@ -143,6 +143,7 @@ def test_nodes_of_slurm_find_what_is_here(file, tmp_path):
         list(checks.check_data(api.load_config("tiny", [f"data.source={tmp_path}/*.json"]), place))
 
 
+@pytest.mark.long
 def test_a_config_that_a_run_in_the_bucket_may_have_is_said(file, capsys):
     said = "gs://bucket/runs/one was not looked into: if a run is there, its config will be used"
     for train, expected in (("--rules=fsdp8", True), ("--config=tiny --rules=fsdp8", False)):
@@ -226,6 +227,7 @@ def test_what_is_not_known_of_spot_is_said():
     assert "max_usd" not in lines_of_job(max_usd=1e9)
 
 
+@pytest.mark.long
 def test_an_elastic_job_is_checked_with_the_rules_that_its_slice_will_have(file, capsys):
     """A mesh of eight does not fill sixteen chips, which is refused where the job is not elastic."""
     file.behave(states=["ACTIVE"])

@@ -103,6 +103,7 @@ def test_adapters_of_bfloat16_weights_are_float32(small):
     assert {x.dtype.name for x in jax.tree.leaves(merged)} == {"bfloat16"}
 
 
+@pytest.mark.long
 def test_a_frozen_weight_has_no_gradient(small):
     """Not even where somebody asks for it: nothing is computed for it."""
     cfg = model(small, targets=("wq",), layers=1)

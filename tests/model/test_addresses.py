@@ -30,11 +30,11 @@ def test_each_layer_lies_where_the_tree_has_it(small):
 @pytest.mark.parametrize(
     ("case", "stacks"),
     [
-        ("sam", ["", "masks"]),
-        ("swin", ["level_0", "level_1"]),
+        pytest.param("sam", ["", "masks"], marks=pytest.mark.long),
+        pytest.param("swin", ["level_0", "level_1"], marks=pytest.mark.long),
         ("clip", ["", "vision"]),
         ("whisper", ["", "encoder"]),
-        ("blip2-t5", ["", "encoder", "queries", "vision"]),
+        pytest.param("blip2-t5", ["", "encoder", "queries", "vision"], marks=pytest.mark.long),
     ],
 )
 def test_the_layers_of_inner_stacks_lie_where_the_tree_has_them(case, stacks, tmp_path):

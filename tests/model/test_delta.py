@@ -57,6 +57,7 @@ def model(small):
     return cfg, weights(cfg)
 
 
+@pytest.mark.long
 def test_nothing_leaves_a_document(model):
     """Nothing of one document depends on the tokens of another one, nor on later ones."""
     cfg, params = model

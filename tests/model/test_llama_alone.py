@@ -5,6 +5,7 @@ from pathlib import Path
 
 import flax.linen as nn
 import jax
+import pytest
 
 from gspmd_lm.train import decoder
 
@@ -42,6 +43,7 @@ def test_a_loss_of_a_llama_runs_through_its_own_files_alone(small):
     assert files_run(*loss_of(small())) == FILES
 
 
+@pytest.mark.long
 def test_another_family_runs_through_its_parts(small):
     other = small(block="parallel", dropout=0.1, **{"attention.qkv_bias": True})
     assert files_run(*loss_of(other)) == FILES | {"parts.dropout", "parts.heads", "parts.parallel"}

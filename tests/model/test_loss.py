@@ -54,14 +54,15 @@ OPTIONS = {"plain": {}, "capped": {"logits.softcap": 3.0}, "z": {"logits.z_loss"
            "both": {"logits.softcap": 3.0, "logits.z_loss": 0.01}}  # fmt: skip
 CHUNKS = [(24, 4), (10**6, 1)]
 CASES = list(itertools.product(OPTIONS, [False, True], CHUNKS))
-# Every pair of values of two of the three, with both options or none.
-PAIRS = [("plain", False, CHUNKS[0]), ("plain", True, CHUNKS[1]), ("both", True, CHUNKS[0]),
-         ("both", False, CHUNKS[1])]  # fmt: skip
+FIRST = ("both", True, CHUNKS[0])
+# With FIRST, every pair of values of two of the three, with both options or none.
+PAIRS = [("plain", False, CHUNKS[0]), ("plain", True, CHUNKS[1]), ("both", False, CHUNKS[1])]
+MARKS = {case: pytest.mark.long if case in PAIRS else pytest.mark.slow for case in CASES if case != FIRST}
 
 
 @pytest.mark.parametrize(
     ("options", "with_bias", "chunked_as"),
-    [pytest.param(*case, marks=() if case in PAIRS else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=MARKS.get(case, ())) for case in CASES],
 )
 def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunked_as, small, monkeypatch):
     chunk_tokens, chunks = chunked_as

@@ -64,6 +64,7 @@ def test_stages_that_gather_once_may_be_told_to_gather_in_turns(llama, target, t
     assert "--set rules.pipeline.gather=turn" in found.warnings[1].fix
 
 
+@pytest.mark.long
 def test_what_no_flag_makes_fit_is_said(llama, target):
     layout = rules_file.load("fsdp8")
     (found,) = advice.with_fixes(llama, [report_of(10**18)], [layout], target)
@@ -78,6 +79,7 @@ def test_stages_that_keep_their_inputs_alone_are_tried_before_nothing_is_said_to
     assert first == second.replace(" is estimated", ", not even with rules.pipeline.keep=stage, is estimated")
 
 
+@pytest.mark.long
 def test_settings_that_would_save_memory_are_named_and_half_of_one_row_is_none_of_them():
     config, target = configs.load("tiny", ["data.batch=1"]), targets.parse("v5e:1x1")
     estimator = Estimator(config, target)

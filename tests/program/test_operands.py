@@ -50,7 +50,11 @@ EXPERTS = {"experts.count": 4, "experts.per_token": 2, "experts.mlp": 16, "exper
 
 @pytest.mark.parametrize(
     ("dtype", "more"),
-    [("int8", EXPERTS | LATENT), ("fp8", {}), pytest.param("fp8", EXPERTS, marks=pytest.mark.slow)],
+    [
+        pytest.param("int8", EXPERTS | LATENT, marks=pytest.mark.long),
+        ("fp8", {}),
+        pytest.param("fp8", EXPERTS, marks=pytest.mark.slow),
+    ],
 )
 def test_operands_have_8_bits_forward_and_in_both_gradients(dtype, more, small, built):
     """Those of attention, of MLPs and of routed experts; the loss, attention itself and routers stay as they are.
@@ -116,7 +120,7 @@ def test_a_layout_changes_nothing_of_experts_and_of_latent_attention(layout, dty
     agree(course(config, rules), alone, atol=1e-5 if model is OF_EXPERTS else 1e-4, gradients=ONE_ROUNDED)
 
 
-@pytest.mark.parametrize("layout", ["single", "dp8"])
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.long), "dp8"])
 def test_microbatches_have_operands_of_8_bits(layout, small, built):
     """Of one device, and of replicas of the weights."""
     made = products(trace_gradients(built(eight(small, "int8"), layout, microbatches=4)).jaxpr.jaxpr)

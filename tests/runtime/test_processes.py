@@ -101,6 +101,7 @@ def losses(workdir):
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.long
 def test_the_command_of_the_readme(tmp_path, capfd):
     command = re.search(r"python main.py (--rules=\S+)", (ROOT / "README.md").read_text())
     assert command

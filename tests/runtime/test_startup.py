@@ -281,6 +281,7 @@ def test_two_processes_reduce_together_and_stop_at_the_same_step(way):
 # Being asked to stop
 
 
+@pytest.mark.long
 @pytest.mark.skipif(libc_ver()[0] != "glibc", reason="only glibc is told to")
 def test_memory_that_a_step_frees_stays_for_the_next_one():
     process = launch("""

@@ -126,7 +126,7 @@ PAIRS = [(split, list(DTYPES)[i % 2]) for i, split in enumerate(SPLITS)]
 MORE = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in SOME]
 
 
-@pytest.mark.parametrize(("split", "dtype"), [*SOME, *MORE])
+@pytest.mark.parametrize(("split", "dtype"), [*(pytest.param(*pair, marks=pytest.mark.long) for pair in SOME), *MORE])
 def test_no_split_changes_how_an_operand_is_rounded(split, dtype):
     """One step of rounding would change a gradient by 1e-3."""
     arrays, x_BTD = drawn(NAMES)

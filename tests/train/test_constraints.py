@@ -29,6 +29,7 @@ SIZES = {
     "batch": 40, "seq": 16, "kv_seq": 16, "embed": 32, "heads": 12, "kv_heads": 6, "head_dim": 10, "mlp": 64,
     "vocab": 62, "rank": 4, "layers": 2,
 }  # fmt: skip
+ADAPTERS = Lora(rank=4, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))
 OTHERS = "dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp", "fsdp_tp"
 # How often a forward pass names each: the layers' body, which stands once in a program, and what is around it.
 FORWARD = {
@@ -124,7 +125,7 @@ def test_a_forward_pass_names_every_activation_where_it_is_made(axis, sized, bui
     }
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=4, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))])
+@pytest.mark.parametrize("lora", [None, pytest.param(ADAPTERS, marks=pytest.mark.long)])
 def test_every_constraint_of_training_reaches_the_compiler(lora, sized, built):
     """On a mesh on which every activation is split somewhere."""
     rows = {"batch": "data", "vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}

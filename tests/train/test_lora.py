@@ -94,6 +94,7 @@ def test_only_adapters_change(trained, rules):
         assert np.array_equal(after[path], before) != is_adapter(path), path
 
 
+@pytest.mark.long
 def test_tensor_parallelism_reduces_only_small_arrays_for_adapters(trained):
     loop = [c for c in count(trained("tp8").program.as_text()) if c.in_loop]
     assert {c.kind for c in loop} == {"all-reduce"}

@@ -72,6 +72,7 @@ IMAGES = {
 MIXTURE = {"experts.count": 8, "experts.per_token": 2, "experts.shared_mlp": 16, "experts.groups": 2}
 
 
+@pytest.mark.long
 def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     weights = {"params": {"w": jnp.ones(3)}}
     bases = {"dense": small(), "mixture": small(**MIXTURE), "streams": small(**STREAMS),

@@ -243,6 +243,7 @@ checkpoints.close()
 """
 
 
+@pytest.mark.long
 def test_a_directory_that_vanished_is_an_error_and_the_process_ends(run):
     command = [sys.executable, "-c", VANISHED, str(run.directory)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -139,7 +139,7 @@ VECTORS = {"attention.relative_vectors": config.RelativeVectors(ranges=8, distan
 @pytest.mark.parametrize("form", ["gather", "ulysses"])
 @pytest.mark.parametrize(
     ("changes", "ranges"),
-    [({}, 0), ({"attention.relative_positions": NEAR}, 8), (VECTORS, 2 * 8 * 8)],
+    [({}, 0), ({"attention.relative_positions": NEAR}, 8), pytest.param(VECTORS, 2 * 8 * 8, marks=pytest.mark.long)],
     ids=["mask alone", "bias", "vectors"],
 )
 def test_a_full_mask_and_what_depends_on_distance_are_right_over_a_split_sequence(form, changes, ranges):
