@@ -69,10 +69,22 @@ def whole_number(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,4000}", text) else None
 
 
+# Dtypes of matmuls: as jax names them, and as compiled programs write them.
+PROGRAM_DTYPES = {
+    "float64": "f64",
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float8_e4m3fn": "f8e4m3fn",
+    "float8_e5m2": "f8e5m2",
+    "int8": "s8",
+    "int4": "s4",
+}
+
+
 def program_dtype(name: str) -> str:
     """'bf16', 'f32', 's8' or 'f8e4m3fn': a dtype of jax, by its name, as compiled programs write it."""
-    known = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
-    return known.get(name, name)
+    return PROGRAM_DTYPES.get(name, name)
 
 
 def bits(dtype: str) -> int:

@@ -47,7 +47,11 @@ def collective_s(chip: Chip, kind: str, size_bytes: float, devices: int, process
     Between two sizes that were measured, the time is on the line between them. Beyond the largest, each byte takes as
     long as there. A group of more devices than were measured sends a larger part of what each holds.
     """
-    alike = [one for one in chip.collective_times if one.kind == kind and (one.processes > 1) == (processes > 1)]
+    alike = [
+        one
+        for one in chip.collective_times
+        if one.kind == kind and one.devices > 1 and (one.processes > 1) == (processes > 1)
+    ]
     if not alike:
         return 0.0
     group = min(sorted({one.devices for one in alike}), key=lambda known: abs(math.log(known / devices)))

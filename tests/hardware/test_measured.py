@@ -24,6 +24,7 @@ CHIP = dataclasses.replace(
         CollectiveTime("all-reduce", 2, 1, 100_000, 1e-3),
         CollectiveTime("all-reduce", 2, 2, 1000, 1e-4),
         CollectiveTime("all-reduce", 8, 1, 1000, 4e-5),
+        CollectiveTime("all-gather", 1, 1, 1000, 1e-6),
     ),
 )
 
@@ -54,6 +55,7 @@ def test_the_time_of_a_collective_grows_with_its_bytes_and_its_devices():
     assert seconds(1000, processes=2) == 1e-4 and seconds(1000, 8) == 4e-5
     assert seconds(1000, 16) == pytest.approx(4e-5 * (15 / 16) / (7 / 8))
     assert seconds(1000, kind="all-to-all") == 0
+    assert seconds(1000, kind="all-gather") == 0  # of a group of one device, which sends nothing
 
 
 def test_a_network_of_a_measured_chip_has_its_times():

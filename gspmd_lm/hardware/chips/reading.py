@@ -23,6 +23,7 @@ from gspmd_lm.hardware.chips import (
     Chip,
     Cycles,
 )
+from gspmd_lm.units import PROGRAM_DTYPES
 
 ENDING = ".yaml"  # of such files
 LIKE = "like"  # the chip whose figures count where a file states none
@@ -61,14 +62,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "slowdowns": ("kind of compute or link", (*KINDS, *LINKS)),
     "element_rates": ("operation", ("add", "select", *SLOW_ARITHMETIC, *MOVES)),
     "kind": ("kind of collective", ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")),
-    "dtype": (
-        "dtype of programs",
-        (
-            *("f64", "f32", "bf16", "f16", "f8e5m2", "f8e4m3", "f8e4m3fn", "f8e4m3b11fnuz", "f8e5m2fnuz"),
-            *("f8e4m3fnuz", "f8e3m4", "f4e2m1fn", "s64", "s32", "s16", "s8", "s4", "s2", "u64", "u32", "u16", "u8"),
-            *("u4", "u2", "c64", "c128"),
-        ),
-    ),
+    "dtype": ("dtype of programs", tuple(PROGRAM_DTYPES.values())),
 }
 
 
