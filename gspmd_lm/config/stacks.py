@@ -148,6 +148,11 @@ class Vision(Tower):
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "gelu"  # with queries: of the feed-forward network
     norm_eps: BelowOne = 1e-6  # with queries: added to the variance in a norm
 
+    def with_all_sizes(self, model: Any) -> Self:
+        """These settings with every size written out that is by default the model's, those of `queries` included."""
+        queries = self.queries and self.queries.with_all_sizes(model)
+        return dataclasses.replace(super().with_all_sizes(model), queries=queries)
+
     def of(self, model: Any) -> Any:
         """The settings of the stack that sees images, from those of the model."""
         own: dict[str, Any] = {"context": self.patches.rows, "patches": self.patches}

@@ -1,6 +1,7 @@
 """The settings of a model from a published config.json, and back, by the table of families."""
 
 import dataclasses
+import math
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -248,13 +249,22 @@ def config_json_of(row: Family, model: config.ModelConfig) -> dict[str, Any]:
 
 
 def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) -> list[str]:
-    """The settings of `model` that a config.json contradicts, each with both values."""
+    """A line for each setting of `model` that a config.json contradicts, or for each field that no model has."""
     try:
-        values = model_settings(row, raw, row.name, ignored=row.flatten(raw))  # unknown ones were dealt with on import
-        sections = _sections(row.name, values, values["context"]) | {"train": {"steps": 1}}
-        theirs = config.from_dict(sections, row.name).model
+        differing = _find_differing(row, raw, model)
     except InputError as error:
-        return str(error).splitlines()
+        return [f"{CONFIG}: {line.strip()}" for line in str(error).splitlines()[1:]]  # the first one counts the others
+    return [f"model.{path}: {mine!r}, {row.name} would have {other!r}" for path, mine, other in differing]
+
+
+def _find_differing(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) -> list[tuple[str, Any, Any]]:
+    """The path of each setting of `model` that a config.json contradicts, with both values.
+
+    Raises InputError if the config.json describes no model of the family.
+    """
+    values = model_settings(row, raw, row.name, ignored=row.flatten(raw))  # unknown ones were dealt with on import
+    sections = _sections(row.name, values, values["context"]) | {"train": {"steps": 1}}
+    theirs = config.from_dict(sections, row.name).model
     ours = OURS_ALONE
     if model.balance_bias != theirs.balance_bias:  # a weight of the router
         ours = tuple(name for name in OURS_ALONE if name != "experts.balance")
@@ -263,11 +273,36 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) 
                                     if (part := getattr(one, name))})
         for one in (model, theirs)
     )  # fmt: skip
-    return [
-        f"{path}: {mine!r}, {row.name} would have {other!r}"
-        for path, mine, other in config.differing(model, theirs)
-        if path not in ours
-    ]
+    return [found for found in _find_within(model, theirs) if found[0] not in ours]
+
+
+def _find_within(ours: Any, theirs: Any, above: str = "") -> list[tuple[str, Any, Any]]:
+    """What `config.differing` finds, with the settings of a section that both have one by one."""
+    found: list[tuple[str, Any, Any]] = []
+    for path, mine, other in config.differing(ours, theirs):
+        both = dataclasses.is_dataclass(mine) and dataclasses.is_dataclass(other)
+        found += _find_within(mine, other, f"{above}{path}.") if both else [(f"{above}{path}", mine, other)]
+    return found
+
+
+def _count_differing(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) -> float:
+    """How many settings of `model` a config.json contradicts. It is infinite where the file describes no model.
+
+    A section that only one of them has counts for each of its settings that is not a default.
+    """
+    try:
+        differing = _find_differing(row, raw, model)
+    except InputError:
+        return math.inf
+    return sum(max(len(_find_stated(mine)), len(_find_stated(other)), 1) for _, mine, other in differing)
+
+
+def _find_stated(section: Any) -> list[str]:
+    """The settings of a section that are not its defaults; none of anything else."""
+    if not dataclasses.is_dataclass(section):
+        return []
+    settings = config.flat(section).items()
+    return [path for path, value in settings if value != config.default_at(type(section), path)]
 
 
 def describe(model: config.ModelConfig, like: Mapping[str, Any] | None) -> tuple[Family, dict[str, Any]]:
@@ -288,18 +323,19 @@ def describe(model: config.ModelConfig, like: Mapping[str, Any] | None) -> tuple
         if differ := differences(row, written, model):
             raise InputError(_inexpressible(row, differ))
         return row, written
-    nearest: tuple[Family, list[str]] | None = None
+    nearest: tuple[float, Family, dict[str, Any]] | None = None
     for row in FAMILIES:
         written = config_json_of(row, model)
-        differ = differences(row, written, model)
-        if not differ:
+        distance = _count_differing(row, written, model)
+        if not distance:
             return row, dict.fromkeys(_TOKENS) | written
-        if nearest is None or len(differ) < len(nearest[1]):
-            nearest = row, differ
+        if nearest is None or distance < nearest[0]:
+            nearest = distance, row, written
     assert nearest
-    raise InputError(_inexpressible(*nearest))
+    _, row, written = nearest
+    raise InputError(_inexpressible(row, differences(row, written, model)))
 
 
 def _inexpressible(row: Family, differ: list[str]) -> str:
-    lines = "\n".join(f"  model.{line}" for line in differ)
+    lines = "\n".join(f"  {line}" for line in differ)
     return f"no family of transformers has this model; the nearest is {row.name}, except for\n{lines}"

@@ -122,6 +122,24 @@ def test_a_model_that_no_family_has():
         architecture.describe(odd, LLAMA31)
 
 
+def test_the_nearest_family_is_one_that_can_be_written():
+    """A config.json that describes no model of a family has one problem, and other families have more differences."""
+    mixture = model_of(PUBLISHED["gpt-oss"][0])
+    odd = with_values(mixture, {"feed_forward.slope": 1.0, "experts.shared_mlp": 8, "attention.rope.scaling": None})
+    with pytest.raises(InputError) as error:
+        architecture.describe(odd, None)
+    first, *lines = str(error.value).split("\n")
+    assert first.endswith("the nearest is gpt-oss, except for")
+    assert all(line.startswith("  model.") and ", gpt-oss would have " in line for line in lines)
+
+
+def test_a_config_json_that_describes_no_model_is_named_with_its_field():
+    row = next(row for row in FAMILIES if row.model_type == "gpt_oss")
+    dense = model_of(LLAMA31)
+    lines = architecture.differences(row, architecture.config_json_of(row, dense), dense)
+    assert "config.json: num_local_experts: 0 must be a number above zero" in lines
+
+
 def test_a_bias_on_scores_is_a_weight_and_how_else_experts_are_balanced_is_not():
     mixtral, glm = (model_of(PUBLISHED[name][0]) for name in ("mixtral", "glm-4.5"))
     row, _ = architecture.describe(with_values(mixtral, {"experts.balance": "row"}), None)

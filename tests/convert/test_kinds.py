@@ -150,8 +150,20 @@ def test_a_missing_tensor_is_named(tmp_path):
 def test_images_of_one_colour_are_not_written(tmp_path):
     model = pretrained.open_folder(folder("blip2-opt", tmp_path / "in"), []).config.model
     grey = dataclasses.replace(model.vision.patches, channels=1)
-    with pytest.raises(InputError, match=r"no family of transformers has this model; the nearest is (.|\n)*channels=1"):
-        architecture.describe(dataclasses.replace(model, vision=dataclasses.replace(model.vision, patches=grey)), None)
+    odd = dataclasses.replace(model, vision=dataclasses.replace(model.vision, patches=grey))
+    words = "the nearest is BLIP-2, except for\n  model.vision.patches.channels: 1, BLIP-2 would have 3"
+    with pytest.raises(InputError, match=words):
+        architecture.describe(odd, None)
+
+
+def test_sizes_of_query_tokens_that_are_the_models_are_written_out(tmp_path):
+    model = pretrained.open_folder(folder("blip2-opt", tmp_path / "in"), []).config.model
+    sizes = model.vision.queries.all_sizes(model)
+    same = {name: 0 for name, size in sizes.items() if size == getattr(model, name)}
+    assert same
+    short = dataclasses.replace(model, vision=dataclasses.replace(
+        model.vision, queries=dataclasses.replace(model.vision.queries, **same)))  # fmt: skip
+    assert architecture.describe(short, None) == architecture.describe(model, None)
 
 
 def test_a_base_model_gets_a_new_head(tmp_path):
