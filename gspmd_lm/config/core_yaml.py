@@ -135,7 +135,11 @@ def _value(event: yaml.Event, events: Iterator[yaml.Event]) -> Any:
             raise _refusal(event, f"a key must be a word, not {key!r}")
         if key in mapping:
             raise _refusal(event, f"the key {key!r} appears twice")
-        mapping[key] = _value(next(events), events)
+        value = next(events)
+        plain = isinstance(event, yaml.ScalarEvent) and not event.style
+        if plain and ":" in key and value.start_mark.index == value.end_mark.index:
+            raise _refusal(event, f"{key} is one word: write {key.replace(':', ': ', 1)} for a key and its value")
+        mapping[key] = _value(value, events)
     return mapping
 
 

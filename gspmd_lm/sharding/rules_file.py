@@ -128,7 +128,8 @@ def read_sizes(text: str) -> dict[str, int]:
     for item in filter(None, text.split(",")):
         name, _, size = item.partition("=")
         if (count := whole_number(size.removeprefix("-"))) is None:
-            raise ShardingError(f"--mesh={text}: {name} has no size\n  fix   write --mesh={name}=SIZE")
+            instead = name.replace(":", "=") if ":" in name else f"{name}=SIZE"
+            raise ShardingError(f"--mesh={text}: {name} has no size\n  fix   write --mesh={instead}")
         if name in sizes:
             raise ShardingError(f"--mesh={text}: {name} appears twice\n  fix   give it one size")
         sizes[name] = -count if size.startswith("-") else count

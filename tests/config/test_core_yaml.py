@@ -34,6 +34,7 @@ REFUSED = [
     ("a: " + "[" * 100_000, "line 1: more than 32 levels"),
     ("1: a", "line 1: a key must be a word, not 1"),
     ("? [a]\n: 1", "line 1: a key must be a word, not ['a']"),
+    ("a: {b:4, c: 5}", "line 1: b:4 is one word: write b: 4 for a key and its value"),
     ("a: 1\nb: 2\na: 3", "line 3: the key 'a' appears twice"),
     ("a: 0x" + "f" * 4000, "does not fit 64 bits"),
     ("a: " + "9" * 5000, "does not fit 64 bits"),

@@ -49,6 +49,7 @@ WRONG = {
     "-1 beside a size that does not fit": Case("mesh: {data: -1, tensor: 3}\nrules: {mlp: tensor, batch: data}\n"),
     "--mesh names no axis": Case(TP, mesh="tenser=4"),
     "--mesh without a size": Case(TP, mesh="tensor"),
+    "--mesh with a colon": Case(TP, mesh="tensor:8"),
     "--mesh with a word": Case(TP, mesh="tensor=four"),
     "--mesh with a digit that is no number": Case(TP, mesh="tensor=²"),
     "--mesh with an axis twice": Case(TP, mesh="tensor=4,tensor=8"),
