@@ -162,6 +162,7 @@ def _export_run(values: flags.FlagValues, begun: Session, workdir: str, original
         )
     if begun.machine.is_main:
         files.check_folder("--to=", folder)
+    built = _build_step(begun, config)
     if values.adapter:
         export.family_and_model(folder, model, like)
         imported, written, ends = {}, {}, []  # they are those of the base model
@@ -169,7 +170,6 @@ def _export_run(values: flags.FlagValues, begun: Session, workdir: str, original
         export.family_and_config(folder, dataclasses.replace(model, lora=None), like, values.dtype)
         imported = sidecars.choose_sidecars(original, config.data.tokenizer)
         written, ends = _written_anew(config, imported, original)
-    built = _build_step(begun, config)
     wanted = built.abstract_state.params
     if begun.machine.platform == "cpu" and begun.machine.process_count == 1 and not model.lora:
         # Without a sharding they are read as numpy's arrays. A device on the CPU would hold a copy of them.

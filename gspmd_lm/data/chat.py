@@ -33,7 +33,7 @@ class Chat:
             raise InputError(
                 "data.tokenizer=bytes has no chat template, which conversations need\n"
                 "  fix   set data.tokenizer to the folder of a model's tokenizer.json and tokenizer_config.json,\n"
-                "        or for text leave data.messages_field out"
+                "        or for text leave out what asks for conversations: data.messages_field, or --chat"
             )
         path = tokenizer.tokenizer_path(name)
         self._tokenizer = tokenizer.HuggingFace(path)

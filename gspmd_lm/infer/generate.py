@@ -165,9 +165,10 @@ def check_prompts(
     and_new = f" and {new_tokens:,} new ones" if beside else ""
     wrong += [f"{place}: {length:,} tokens{and_new} are more than {name}={context:,}" for place, length in long]
     if long:
-        room = context - max(length for _, length in long)
-        less = f", or ask for {room:,} new ones" if beside and room > 0 else ""
-        fixes.append(f"shorten the prompt to {max(context - beside, 0):,} tokens{less}")
+        room, fewer = context - beside, context - max(length for _, length in long)
+        ways = [f"shorten the prompt to {room:,} tokens"] * (room > 0)
+        ways += [f"ask for {fewer:,} new ones"] * (beside > 0 and fewer > 0)
+        fixes.append(", or ".join(ways) or "shorten the prompt, and ask for fewer new ones")
     if wrong:
         raise InputError("\n".join([*wrong, *(f"  fix   {fix}" for fix in fixes)]))
 

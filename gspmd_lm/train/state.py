@@ -47,8 +47,8 @@ def arrays(config: Config | Task) -> Arrays:
     if task.config and (dtype := task.config.model.weight_dtype) in EIGHT_BITS:
         raise InputError(
             f"model.weight_dtype: {dtype}: weights of 8 bits are not trained or converted; generate, eval --text and "
-            "explain --phase=decode take them\n  fix   --set model.weight_dtype=bfloat16; for matmuls of 8 bits in a "
-            f"train step, --set model.matmul_dtype={dtype}"
+            "explain --phase=decode take them\n  fix   --set model.weight_dtype=float32, or bfloat16 if a run begins "
+            f"with it; for matmuls of 8 bits in a train step, --set model.matmul_dtype={dtype}"
         )
     weights = task.weights
     if task.config:

@@ -79,7 +79,10 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str)
         fix = "  fix   use the config it was saved with, or another --workdir"
         if all(name.startswith("padded_") for name in found):
             sets = " ".join(f"--set model.{name}={wanted.get(name, 0)}" for name in found)
-            fix = f"  fix   padding is part of the weights: convert again, with {sets}, into another --workdir"
+            fix = (
+                "  fix   padding is part of the weights: keep that of the checkpoint, or write them to a folder "
+                f"without it (convert --to), and convert that, with {sets}, into another --workdir"
+            )
         raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *found.values(), fix]))
 
 
@@ -132,7 +135,9 @@ def compare(saved: Any, wanted: Any, place: str, casts: bool = False, part: bool
             if name in saved_arrays and not same(name)
         ],
     }
-    lines = [f"{place}: the checkpoint holds another state than this run's (another optimizer, or model.frozen?)"]
+    other_names = problems["missing"] or problems["unexpected"]
+    why = "another optimizer, or model.frozen" if other_names else "another model.weight_dtype, or optimizer.mu_dtype"
+    lines = [f"{place}: the checkpoint holds another state than this run's ({why}?)"]
     for kind, lines_of_kind in problems.items():
         lines += [f"  {kind}: {line}" for line in lines_of_kind[:SHOWN]]
         lines += [f"  {kind}: {len(lines_of_kind) - SHOWN} more"] if len(lines_of_kind) > SHOWN else []

@@ -303,6 +303,8 @@ def trained(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_model_that_was_trained_here_says_where_its_texts_end(run, trained, tmp_path):
+    code, _, err = run(f"--workdir={trained}", f"--to={tmp_path / 'out'}", "--set=model.weight_dtype=int8")
+    assert code == 2 and err.startswith("model.weight_dtype: int8: weights of 8 bits are not trained or converted")
     code, out, err = run(f"--workdir={trained}", f"--to={tmp_path / 'out'}")
     assert (code, err) == (0, ""), err
     out = tmp_path / "out"

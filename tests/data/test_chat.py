@@ -330,7 +330,8 @@ def test_templates_that_cannot_be_used(talks, template, message):
 
 
 def test_bytes_have_no_template():
-    with pytest.raises(InputError, match=r"data\.tokenizer=bytes has no chat template.*\n  fix   set data\.tokenizer"):
+    words = r"=bytes has no chat template.*\n  fix   set data\.tokenizer(.|\n)*messages_field, or --chat$"
+    with pytest.raises(InputError, match=words):
         chat.Chat("bytes")
 
 

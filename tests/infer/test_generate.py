@@ -301,6 +301,10 @@ def test_what_does_not_fit_is_an_error_before_anything_is_allocated(speaking, sm
         "  fix   give at least one token to go on from",
         "  fix   shorten the prompt to 22 tokens, or ask for 2 new ones",
     ]
+    with pytest.raises(InputError, match=r"model\.context=32\n  fix   ask for 29 new ones$"):
+        planned(cfg, single, [[1] * 3], new_tokens=40)
+    with pytest.raises(InputError, match=r"fix   shorten the prompt, and ask for fewer new ones$"):
+        planned(cfg, single, [[1] * 33], new_tokens=40)
     with pytest.raises(InputError, match=r"file\.jsonl:3: empty"):
         planned(cfg, single, [[1], []], places=["file.jsonl:1", "file.jsonl:3"])
     with pytest.raises(InputError, match=r"has 257 tokens, more than model\.vocab=61"):

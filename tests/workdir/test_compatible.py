@@ -12,7 +12,7 @@ from gspmd_lm import config
 from gspmd_lm.config import value_at, with_values
 from gspmd_lm.config.media import Patches
 from gspmd_lm.errors import InputError
-from gspmd_lm.workdir import checkpoint
+from gspmd_lm.workdir import checkpoint, compatible
 from tests.workdir.saved import (
     abstract,
 )
@@ -131,3 +131,16 @@ def test_a_checkpoint_that_is_older_than_a_key_of_a_mapping_is_taken(small, tmp_
         ),
     ):
         checkpoints._read_description(1)
+
+
+def test_other_padding_has_a_fix_for_runs_that_were_not_converted():
+    with pytest.raises(InputError, match=r"keep that of the checkpoint, or .*--to\).*--set model.padded_vocab=272"):
+        compatible.check_model({"padded_vocab": 264}, {"padded_vocab": 272}, "here")
+
+
+def test_arrays_that_differ_in_nothing_but_dtypes_are_not_laid_to_another_optimizer():
+    saved, cast = {"w": jnp.ones(3)}, {"w": jnp.ones(3, jnp.bfloat16)}
+    with pytest.raises(InputError, match=r"\(another model\.weight_dtype, or optimizer\.mu_dtype\?\)"):
+        compatible.compare(saved, cast, "here")
+    with pytest.raises(InputError, match=r"\(another optimizer, or model\.frozen\?\)"):
+        compatible.compare(saved, {"v": jnp.ones(3)}, "here")
