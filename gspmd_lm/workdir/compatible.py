@@ -16,6 +16,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
 
 SHOWN = 6  # lines of each kind in a message
+_FIX = "  fix   use the config it was saved with, or another workdir"  # which --workdir or train.init_from names
 # Fields of ModelConfig that change neither the tree of the parameters nor their meaning.
 _FREE = {
     "compute_dtype",
@@ -76,7 +77,7 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str)
         if name not in _FREE
     }
     if found:
-        fix = "  fix   use the config it was saved with, or another --workdir"
+        fix = _FIX
         if all(name.startswith("padded_") for name in found):
             sets = " ".join(f"--set model.{name}={wanted.get(name, 0)}" for name in found)
             fix = (
@@ -142,7 +143,7 @@ def compare(saved: Any, wanted: Any, place: str, casts: bool = False, part: bool
         lines += [f"  {kind}: {line}" for line in lines_of_kind[:SHOWN]]
         lines += [f"  {kind}: {len(lines_of_kind) - SHOWN} more"] if len(lines_of_kind) > SHOWN else []
     if any(problems.values()):
-        raise InputError("\n".join([*lines, "  fix   use the config it was saved with, or another --workdir"]))
+        raise InputError("\n".join([*lines, _FIX]))
 
 
 def name_leaves(tree: Any) -> Iterator[tuple[str, Any]]:

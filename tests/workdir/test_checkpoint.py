@@ -227,7 +227,7 @@ def test_another_architecture_is_refused_with_its_fields(run):
         "  attention.qk_norm: absent in the checkpoint, True in the config",
         "  layers: 4 in the checkpoint, 6 in the config",
         "  norm.kind: rmsnorm in the checkpoint, layernorm in the config",
-        "  fix   use the config it was saved with, or another --workdir",
+        "  fix   use the config it was saved with, or another workdir",
     ]
 
 
