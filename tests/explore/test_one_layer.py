@@ -94,6 +94,7 @@ def test_each_collective_has_its_row_its_line_and_a_sentence(figures):
     assert "project(" in (ROOT / file).read_text().splitlines()[int(line) - 1]
 
 
+@pytest.mark.long
 def test_blocks_have_the_times_of_the_estimate(figures):
     layer = layer_of(figures, TEXT, "v5p:2x2x2")
     names = [one["name"] for one in layer["blocks"]]

@@ -121,6 +121,7 @@ def test_replicas_sum_their_gradients_once_for_all_microbatches(floor_of, llama)
     assert split[1] > 1.5 * split[0]
 
 
+@pytest.mark.long
 def test_zero_1_gathers_the_updated_weights_once(floor_of):
     one, four = (floor_of("zero1_8", mesh={"data": 2}, microbatches=count) for count in (1, 4))
     updated = 1 / 2 * 4 * (L * LAYER + 2 * V * D + (2 * L + 1) * D)

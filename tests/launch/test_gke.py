@@ -66,6 +66,7 @@ def test_a_set_whose_slice_does_not_come_back(cloud, monkeypatch, elastic):
     assert ("--elastic" in command) == elastic
 
 
+@pytest.mark.long
 def test_slices_that_come_back_in_time_keep_the_set(cloud, monkeypatch):
     monkeypatch.setattr(gke, "MISSING_S", 2.0)
     (cloud.at / "ready").write_text("3")

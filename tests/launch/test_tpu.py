@@ -35,6 +35,7 @@ def test_a_preempted_slice_is_deleted_asked_for_again_and_the_run_goes_on(cloud,
     assert logs.exit_code(cloud.at / "logs/3/1.log") == 0
 
 
+@pytest.mark.long
 def test_a_queued_request_for_several_slices(cloud):
     """Each slice has hosts 0 and 1, and the log of each host is kept."""
     cloud.attempts('echo "step 3/9"; all_began 4; case $HOME in *host3) exit 1;; esac', FINISHED)
@@ -93,6 +94,7 @@ def test_a_connection_that_hangs_after_a_preemption_does_not_hold_the_loop(cloud
     assert time.monotonic() - began < 300 and len(cloud.started()) == 2
 
 
+@pytest.mark.long
 def test_a_request_whose_answer_was_lost_is_used(cloud):
     cloud.behave(lying_create=1, no_answer=1)
     cloud.attempts(FINISHED)
@@ -116,6 +118,7 @@ def test_what_will_not_pass_is_said_at_once(cloud):
     assert len(cloud.calls("create")) == 1
 
 
+@pytest.mark.long
 def test_a_slice_that_cannot_be_used_is_not_paid_for_without_end(cloud, monkeypatch):
     monkeypatch.setattr(loop, "UNREACHABLE", 3)
     cloud.behave(refused_ssh=99)
@@ -169,6 +172,7 @@ def test_a_cut_connection_does_not_start_the_run_again(cloud):
     assert cloud.said.count(f"attempt 1: logs in {cloud.at}/logs/1") == 2
 
 
+@pytest.mark.long
 def test_a_step_that_fails_three_times_ends_the_loop(cloud):
     fail = 'echo "step 4/9"; echo boom; exit 1'
     cloud.attempts('echo "step 2/9"; exit 1', fail, fail, fail)
@@ -222,6 +226,7 @@ def test_ctrl_c_lets_the_run_save(cloud):
     assert "saved" in cloud.said and len(cloud.started()) == 1 and len(cloud.calls("delete")) == 1
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_leaves_everything_as_it_is(cloud):
     cloud.attempts(SAVES)
 
@@ -260,6 +265,7 @@ def launch_and_switch_off(cloud, job):
         print(launch.run(), cloud.said)
 
 
+@pytest.mark.long
 def test_the_same_command_given_again_finds_the_processes_that_go_on(cloud):
     cloud.attempts('echo "step 1/9"; sleep 1.5; echo "step 9/9"')
     launch_and_switch_off(cloud, cloud.job())

@@ -12,7 +12,7 @@ from gspmd_lm import config as configs
 from gspmd_lm.config import LatentAttention, Lora
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.compile import CompileRequest, programs
-from gspmd_lm.foresight.equations import called_jaxprs, inner_jaxprs, same_rank
+from gspmd_lm.foresight.equations import inner_jaxprs, read_loop
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.program.operands import matmul_operands
@@ -251,6 +251,6 @@ def stacked_bytes(jaxpr, layers):
     loops = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
     own = 0
     for loop in loops:
-        stacked = loop.outvars[same_rank(called_jaxprs(loop.params)[0].outvars, loop.outvars) :]
+        stacked = loop.outvars[read_loop(loop).carried :]
         own += sum(var.aval.size * var.aval.dtype.itemsize for var in stacked if not loop.params["reverse"])
     return own + sum(stacked_bytes(inner, layers) for equation in jaxpr.eqns for inner in inner_jaxprs(equation.params))

@@ -57,6 +57,7 @@ def test_all_come_and_the_port_is_free_again():
     rendezvous.meet(f"localhost:{port}", 1, 0, print)
 
 
+@pytest.mark.long
 def test_one_line_says_who_is_missing():
     port = free_port()
     (first, second), said = met(port, (0, 4), (2, 4))

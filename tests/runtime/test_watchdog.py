@@ -104,6 +104,7 @@ def test_other_work_that_is_late_is_said_too(quick, kind, at):
     assert not hung  # it was slow, and ended
 
 
+@pytest.mark.long
 def test_slow_steps_batches_that_come_and_the_reading_of_a_corpus_are_not_late(quick):
     said = []
     with Watchdog(0.001, said.append):

@@ -396,6 +396,7 @@ class Writer:
         return [("prompt", f"{sum(float(x.sum()) for x in jax.tree.leaves(params)):.6f}")]
 
 
+@pytest.mark.long
 def test_samples_are_written_at_each_evaluation_and_change_nothing(run, straight, tmp_path):
     workdir, (_, state) = straight
     first, then = run(tmp_path), run(tmp_path)

@@ -117,6 +117,7 @@ FORGED = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_forged_metadata_is_refused_or_changes_nothing(run):
     """Whoever forges the checksums, too, gets a message and no traceback, and no other value is read."""
     run.save(1)
