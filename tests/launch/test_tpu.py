@@ -172,7 +172,6 @@ def test_a_cut_connection_does_not_start_the_run_again(cloud):
     assert cloud.said.count(f"attempt 1: logs in {cloud.at}/logs/1") == 2
 
 
-@pytest.mark.long
 def test_a_step_that_fails_three_times_ends_the_loop(cloud):
     fail = 'echo "step 4/9"; echo boom; exit 1'
     cloud.attempts('echo "step 2/9"; exit 1', fail, fail, fail)

@@ -48,7 +48,6 @@ def test_layers_that_share_keys_make_none(model):
     assert cache.k_LBSKH.shape[0] == 3
 
 
-@pytest.mark.long
 def test_tokens_one_by_one_give_what_whole_rows_do(model):
     """Through the cache, in which layers that share keys have no place. Prompts with padding before them."""
     cfg, params = model

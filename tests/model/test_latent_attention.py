@@ -60,7 +60,6 @@ def as_published(w, x_TD, cfg):
     return sum(out)
 
 
-@pytest.mark.long
 def test_results_and_gradients_are_those_of_the_equations(small):
     cfg, T = settings(small, **{"attention.temperature": TUNED}), 7
     module, rng = latent.LatentAttention(cfg, attention_parts(cfg)), np.random.default_rng(0)

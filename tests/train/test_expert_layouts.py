@@ -168,7 +168,6 @@ def test_the_shipped_rules_of_deepseek_v3_do_neither(computed):
     agree(computed, "fsdp_expert8", model, rules_file.load("fsdp_expert8").fill(16))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", [IN_ROUNDS, *(pytest.param(name, marks=pytest.mark.slow) for name in IN_OTHER_ROUNDS)])
 @pytest.mark.parametrize("kind", ["plain", pytest.param("adapters and weighted inputs", marks=pytest.mark.slow)])
 def test_tokens_travel_in_as_many_rounds_as_the_fullest_device_needs(computed, name, kind):
