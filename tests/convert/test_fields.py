@@ -119,8 +119,8 @@ def settings(row, raw, ignored=()):
         return None
 
 
-# One of each kind of positions, windows, norms and tensors.
-BY_PARITY = ("llama", "qwen3", "gemma3", "phi3", "glm4", "gpt2", "opt", "bloom", "falcon-40b", "gptj")
+# Plain rotary positions, windows with norms of heads, learned positions, and a parallel block.
+BY_PARITY = ("llama", "gemma3", "gpt2", "falcon-40b")
 
 
 def swept():

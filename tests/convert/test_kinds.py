@@ -19,10 +19,11 @@ from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.convert.families.dinov2 import Dinov2Sizes
 from gspmd_lm.convert.images import padded_rows
-from tests.convert import kinds, ours
+from tests.convert import kinds, ours, references
 from tests.convert.kinds import CASES, folder, golden
 
 LONG = ("sam", "blip2-opt", "swin-one-window", "swin")
+ALIKE = ("sam-plain", "sam-whole", "blip2-opt-post", "swin-one-window")  # whose parts other cases have too
 DEFAULT = [name for kind in kinds.KINDS for name in kind.default]
 
 
@@ -226,8 +227,7 @@ def find_salt(kind, architecture, sizes, folder):
 
 
 @pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
-@pytest.mark.parity
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", references.marked(list(CASES), ALIKE, "parity"))
 def test_transformers_itself(name, tmp_path):
     kind = CASES[name]
     architecture, case = ours.case_of(kind.class_name(name), kind.cases[name], tmp_path / "empty")

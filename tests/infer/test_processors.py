@@ -15,6 +15,7 @@ from gspmd_lm.infer.processors import EMPTY, Processors, begin_history, with_tok
 from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
+from tests.convert import references
 from tests.infer import spelled
 
 V = 20
@@ -177,8 +178,7 @@ def saved_model(made, folder):
     spelled.tokenizer("byte-level", folder).path.rename(folder / "tokenizer.json")
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize("kind", ["llama", "bart"])
+@pytest.mark.parametrize("kind", references.marked(["llama", "bart"], ["bart"], "parity"))
 def test_greedy_tokens_equal_those_of_transformers(kind, tmp_path):
     import torch
     import transformers
