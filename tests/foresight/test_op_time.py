@@ -295,6 +295,7 @@ def product(left, right, fast=False):
             for name, chip in CHIPS.items()
         ),
         ("v100", "f16", 125), ("v100", "f32", 15.7), ("t4", "f16", 65), ("l4", "f16", 121),
+        ("h200", "f64", 67), ("gb300", "f64", 1.39),
     ],
 )  # fmt: skip
 def test_narrow_numbers_are_multiplied_at_the_rate_of_the_chip_or_widened(chip, dtype, tera_per_s):

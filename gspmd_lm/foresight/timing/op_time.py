@@ -149,7 +149,7 @@ def op_time(instruction: Instruction, chip: Chip) -> OpTime:
     if matmul_flops := instruction.flops:
         time = _matmul_time(instruction, chip, matmul_flops)
         time = dataclasses.replace(time, seconds=time.seconds + kernels_s)
-        if chip.gpu and not unknown:  # no file of a chip has the rate of float64
+        if chip.gpu and not chip.peak_f64_flops_per_s and not unknown:
             wide = {array.dtype for operand in instruction.operands for array in operand.shape.arrays} & {*FLOAT64}
             unknown = f"{MATMUL_OF}{wide.pop()}" if wide else ""
     elif kernels_s:

@@ -113,6 +113,7 @@ class Chip:
     clock_hz: float = 0  # 0: not known, of a CPU
     usd_per_hour: float | None = None  # the lowest public price, with the share of the host; None: no public one
     peak_f32_flops_per_s: float = 0  # 0: half of bf16, as of GPUs that multiply float32 as TF32
+    peak_f64_flops_per_s: float = 0  # 0: not known
     peak_f16_flops_per_s: float = 0  # 0: as bf16
     peak_int8_ops_per_s: float = 0  # 0: int8 is multiplied no faster than bf16
     peak_fp8_flops_per_s: float = 0  # likewise
@@ -162,6 +163,8 @@ class Chip:
             return 2 * self.gpu.core_count * self.gpu.fpus_per_core * self.clock_hz
         if width == 32 and self.peak_f32_flops_per_s:
             return self.peak_f32_flops_per_s
+        if dtype in ("f64", "float64") and self.peak_f64_flops_per_s:
+            return self.peak_f64_flops_per_s
         if width > 16:
             return self.peak_bf16_flops_per_s * 16 / width
         if dtype in ("f16", "float16") and self.peak_f16_flops_per_s:
