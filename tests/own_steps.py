@@ -129,6 +129,11 @@ def runs(devices):
     return jax.jit(lambda: jnp.zeros(8), out_shardings=NamedSharding(mesh_of(devices), P("data")))()
 
 
+def of_floats(devices):
+    """Numbers as wide as those of Python, if jax has any."""
+    return jax.jit(jnp.sin).trace(Shape((ROWS, WIDTH), float, sharding=NamedSharding(mesh_of(devices), P("data"))))
+
+
 def few_devices(devices):
     return elementwise(devices[:4])
 

@@ -12,7 +12,7 @@ from gspmd_lm.explore import rows
 from gspmd_lm.explore.inputs import Inputs
 from gspmd_lm.explore.subject import Subject
 from gspmd_lm.explore.workbench import Workbench
-from gspmd_lm.foresight.pickled import pickle_task
+from gspmd_lm.foresight.pickled import pickle_task, read_jax_options
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.sharding.rules import Rules
 
@@ -71,7 +71,7 @@ def make_workbench(
         editable=rules is not None,
         program=None if named else program or name,
     )
-    return Workbench(inputs, pickle_task(subject))
+    return Workbench(inputs, pickle_task(subject, read_jax_options()))
 
 
 def _rules_text(rules: Rules | str | None) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import pickle
 import queue
 import sys
 import threading
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.explore.inputs import SIMULATED, Inputs
+from gspmd_lm.foresight.pickled import load_task
 
 if TYPE_CHECKING:
     from gspmd_lm.explore.subject import Subject
@@ -31,7 +31,7 @@ def main(kind: str) -> None:
 
     sent = base64.b64decode(json.loads(requests.readline()))
     _prepare()  # before a task is made, whose functions import jax
-    subject = pickle.loads(sent)
+    subject = load_task(sent)
     _RUN[kind](subject, requests, answer)
 
 

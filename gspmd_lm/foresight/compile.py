@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import json
 import os
-import pickle
 import re
 import secrets
 import shutil
@@ -28,7 +27,7 @@ from gspmd_lm import files, versions
 from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
-from gspmd_lm.foresight.pickled import pickle_task
+from gspmd_lm.foresight.pickled import load_task, pickle_task, read_jax_options
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import gpu_target_config
@@ -69,6 +68,7 @@ class CompileRequest:
     export: bool = False  # keep the executable too
     phase: str = "train"  # one of PHASES
     sizes: Mapping[str, list[int]] | None = None  # of a task's parameters, as the caller's module has them
+    jax_options: Mapping[str, Any] = dataclasses.field(default_factory=read_jax_options)
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class CompileRequest:
         if isinstance(self.config, Config):
             computed: Any = configs.to_dict(self.config) | {"name": ""}
         else:
-            computed = pickle_task(self.config).hex()
+            computed = pickle_task(self.config, {}).hex()
         chip = self.target.chip
         gpu_config = gpu_target_config(chip) if chip and chip.gpu else ""
         wanted = [
@@ -94,6 +94,7 @@ class CompileRequest:
             versions.source(*_SOURCES, *_READERS),
             self.export,
             self.phase,
+            self.jax_options,
         ]
         return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -183,7 +184,7 @@ def _program(request: CompileRequest, folder: Path, say: Progress) -> CompiledPr
         partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{files.PARTIAL}")
         _make(partial)
         try:
-            (partial / "request.pickle").write_bytes(pickle_task(request))
+            (partial / "request.pickle").write_bytes(pickle_task(request, request.jax_options))
             _run_compiler(request, partial)
             (partial / "request.pickle").unlink()
             files.seal(partial, ENTRY)
@@ -362,7 +363,7 @@ def describe_compiled(
 
 def _main(folder: Path) -> int:
     quiet.collect_seldom()
-    request = pickle.loads((folder / "request.pickle").read_bytes())
+    request = load_task((folder / "request.pickle").read_bytes())
     try:
         _compile(request, folder)
     except InputError as error:

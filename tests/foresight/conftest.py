@@ -25,9 +25,14 @@ def programs_of_simulated_devices_are_compiled_here(lines_of_python):
 
 
 @pytest.fixture
-def another_process(monkeypatch):
-    """Every program is compiled in another process, as for users."""
+def forked_process(monkeypatch):
+    """Every program is compiled in a fork of a process that has imported jax: see tests/forked.py."""
     monkeypatch.setattr(compile, "_run_compiler", RUN_COMPILER)
+
+
+@pytest.fixture
+def another_process(forked_process, monkeypatch):
+    """Every program is compiled in another process, as for users."""
     monkeypatch.setattr(compile, "subprocess", subprocess)
 
 

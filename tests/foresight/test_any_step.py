@@ -47,6 +47,15 @@ def test_the_report_says_what_the_program_holds_sends_and_computes(descent):
     assert {one.dtype for one in descent.arrays} == {"float32"}
 
 
+@pytest.mark.usefixtures("forked_process")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_process_that_compiles_has_the_options_of_jax_that_are_set_here(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        found = gspmd_lm.explain(own_steps.of_floats, target="cpu:8")
+    assert [one.dtype for one in found.arrays] == [dtype]
+    assert found.memory.arguments_bytes == np.dtype(dtype).itemsize * ROWS // 4 * WIDTH
+
+
 def test_names_of_operations_of_others():
     names = ("jvp(Mlp)/Dense_0/dot_general", "add", "transpose(jvp(Mlp))/add;a:b/Dense_1/mul")
     found = [parse(f"jit(update)/{name}") for name in names]

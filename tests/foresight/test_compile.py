@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shutil
 
+import jax
 import pytest
 
 from gspmd_lm import files
@@ -69,6 +70,8 @@ def test_what_decides_a_program_decides_its_key(request_of):
         request_of("fsdp8", "v5e:2x4"),
         dataclasses.replace(base, config=deeper),
     ]
+    with jax.default_matmul_precision("highest"):
+        others.append(request_of("fsdp8"))
     assert len({base.key(), *(other.key() for other in others)}) == 1 + len(others)
     square = request_of("dp2_tp4")
     swapped = dataclasses.replace(square.rules, mesh=dict(reversed(square.rules.mesh.items())))
