@@ -176,14 +176,17 @@ def _refusal(path: Path, error: Exception) -> str:
 
 
 def _field(place: str, record: dict[str, Any], field: str) -> bytes:
-    """The text of a record, or its tokens; empty for null. Raises an InputError that lists its fields for none."""
+    """The text of a record, or its tokens; empty for null and for a list of none.
+
+    Raises an InputError that lists the fields of the record if it has no such field.
+    """
     if field not in record:
         conversations = any(isinstance(value, list) for value in record.values())
         raise readers.no_text(f"{place}: no field", field, record, conversations)
     text = record[field]
-    if text is None:
+    if text is None or text == []:
         return b""
-    if isinstance(text, list) and text and (document := readers.TokenIds.encode(text, place)) is not None:
+    if isinstance(text, list) and (document := readers.TokenIds.encode(text, place)) is not None:
         return document
     if not isinstance(text, str):
         texts = ", ".join(name for name, value in record.items() if isinstance(value, str))

@@ -216,7 +216,15 @@ def test_texts_that_are_null_or_empty_are_skipped_and_counted(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "one"}\n{"text": ""}\n')
     table = pyarrow.table({"text": ["one", None, None, "two"]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    for name, found, count in (("a.jsonl", [b"one"], "2 texts are"), ("a.parquet", [b"one", b"two"], "2 texts are")):
+    ids = [b"\x01\0\0\0"]
+    (tmp_path / "ids.jsonl").write_text('{"text": []}\n{"text": [1]}\n{"text": null}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": [[], [1], None]}), tmp_path / "ids.parquet")
+    for name, found, count in (
+        ("a.jsonl", [b"one"], "2 texts are"),
+        ("a.parquet", [b"one", b"two"], "2 texts are"),
+        ("ids.jsonl", ids, "2 texts are"),
+        ("ids.parquet", ids, "2 texts are"),
+    ):
         caplog.clear()
         for _ in range(2):
             assert [*formats.texts(tmp_path / name, "text")] == found
