@@ -39,8 +39,8 @@ class FileNotes:
         self.files.setdefault(what, []).append(str(name))
 
     def __str__(self) -> str:
-        """One line for each kind of note; "" if there is none."""
-        return "\n".join(f"{what}: {list_names(names)}" for what, names in self.files.items())
+        """One line for each kind of note, which names each file once; "" if there is none."""
+        return "\n".join(f"{what}: {list_names([*dict.fromkeys(names)])}" for what, names in self.files.items())
 
 
 def files(

@@ -228,9 +228,13 @@ def open_loaders(
             use, other = (
                 ("training", "") if training else ("evaluation", ", or change data.held_out (0 holds none out)")
             )
+            left_out = ""
+            if training and opened.left_out:
+                left_out = f"; {opened.left_out:,} documents are left out, since data.held_out has them, too"
+                other = ", or take documents of data.source out of data.held_out"
             raise InputError(
                 f"{place}: {len(split.stream):,} tokens for {use} are less than one row, "
-                f"data.seq + 1 = {data.seq + 1:,}\n  fix   lower data.seq, or add text{other}"
+                f"data.seq + 1 = {data.seq + 1:,}{left_out}\n  fix   lower data.seq, or add text{other}"
             )
         return rows, cut
 

@@ -221,18 +221,17 @@ def open_source(
         found = _files_of(group, "data.source", columns, notes, progress, uncopied)
         for path in [path for path, _ in found if path.resolve() in kept_out]:
             notes.skip("held out", uncopied[path].address if uncopied and path in uncopied else path)
-        listed.append((group, [one for one in found if one[0].resolve() not in kept_out]))
-    listed.append((data.held_out_sources, held_out))
-    every = [one for _, paths in listed for one in paths]
+        listed.append(("data.source", group, [one for one in found if one[0].resolve() not in kept_out]))
+    listed.append(("data.held_out", data.held_out_sources, held_out))
+    every = [one for *_, paths in listed for one in paths]
     if of_record:
         _check_records(data, [path for path, _ in every])
     read = iter(_hash(every, notes, progress) if uncopied is None else _list_files(every, notes, uncopied))
     parts = []
-    for group, paths in listed:
+    for place, group, paths in listed:
         files = tuple(file for _ in paths if (file := next(read)))
         name = ", ".join(one.path for one in group)
         if not files and group:
-            place = "data.held_out" if group == data.held_out_sources else "data.source"
             skipped = str(notes).replace("\n", "\n  ")
             raise InputError(f"{place}: {name}: nothing to read\n  {skipped}\n  fix   name other files")
         parts.append(SourcePart(name, files, group[0].weight if group else None))
@@ -296,6 +295,8 @@ def _files_of(
     for one in sources:
         field = json.dumps(columns) if columns else one.messages_field or one.text_field
         for path in corpus.files([one.path], place, notes, progress, uncopied):
+            if path in fields:
+                notes.add(f"read once, though two entries of {place} name it", path)
             fields.setdefault(path, field)
     return list(fields.items())
 

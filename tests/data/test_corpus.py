@@ -179,6 +179,19 @@ def test_held_out_files_are_taken_out_of_the_source():
     assert found.fingerprint != _open(["t/a.txt", "t/b.txt"]).fingerprint
     with pytest.raises(InputError, match=r"t/v\.txt: nothing to read\n  skipped, held out: t/v\.txt"):
         _open("t/v.txt", held_out="t")
+    Path("t/b.pdf").touch()
+    skipped = r"skipped, unknown ending: t/b\.pdf\n  skipped, held out: t/a\.txt, t/b\.txt, t/v\.txt\n"
+    message = rf"data\.source: t: nothing to read\n  {skipped}"
+    with pytest.raises(InputError, match=message):
+        _open("t", held_out="t")
+
+
+def test_a_file_that_two_entries_name_is_read_once_which_is_said():
+    _write(names="t/a.txt t/b.txt")
+    found = _open(["t", "t/a.txt"])
+    assert [*found.documents()] == [b"a.txt", b"b.txt"]
+    assert found.notes == "read once, though two entries of data.source name it: t/a.txt"
+    assert not _open("t").notes
 
 
 def test_sources_have_fields_of_their_own(folder):

@@ -198,6 +198,11 @@ def _wait_until(condition, within_s=180.0):
             257,
             r"for (training|evaluation) are less",
         ),
+        (
+            {"source": "b.txt", "held_out": "same.txt"},
+            257,
+            r"b\.txt: 0 tokens for training(.|\n)*1 documents are left out, since data\.held_out has them, too\n  fix ",
+        ),
         ({"source": "none/*.txt"}, 257, "matches no file"),
         ({"source": "~none"}, 257, "~none matches no file"),
         ({"source": "a.jsonl " * 40 + "none"}, 257, "matches no file, and neither does none in it"),
@@ -211,7 +216,8 @@ def _wait_until(condition, within_s=180.0):
 )
 def test_bad_input(folder, data, vocab, message):
     (folder / "small.txt").write_text("small")
-    (folder / "b.txt").write_text("b" * 1000)
+    for name in ("b.txt", "same.txt"):
+        (folder / name).write_text("b" * 1000)
     with pytest.raises(InputError, match=message):
         loader.open_loaders(_config(vocab=vocab, **data))
 
