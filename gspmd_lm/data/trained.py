@@ -107,12 +107,17 @@ def with_places(config: Config, workdir: epath.Path) -> Config:
     """The config with what it names from this folder named from anywhere: data, weights, and the tokenizer of a run."""
     data, train = config.data, config.train
     held_out = data.held_out if isinstance(data.held_out, int | float) else corpus.with_places(data.held_out)
-    tokenizer = data.tokenizer if data.tokenizer == "bytes" else corpus.absolute(data.tokenizer)
+    tokenizer = data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer)
     source = corpus.with_places(data.source)
     data = dataclasses.replace(data, source=source, held_out=held_out, tokenizer=tokenizer)
-    train = dataclasses.replace(train, init_from=train.init_from and corpus.absolute(train.init_from))
+    train = dataclasses.replace(train, init_from=train.init_from and _absolute(train.init_from))
     placed = dataclasses.replace(config, data=data, train=train)
     return with_kept_tokenizer(placed, workdir) if keeps_tokenizer(config, workdir) else placed
+
+
+def _absolute(path: str) -> str:
+    """The absolute path of a file or folder, which may have spaces in its name; an address as it is."""
+    return path if files.is_remote(path) else str(files.expand_user(path).absolute())
 
 
 def with_kept_tokenizer(config: Config, workdir: epath.Path) -> Config:

@@ -108,6 +108,9 @@ def test_a_config_that_means_the_same_everywhere(folder, monkeypatch):
     run = trained.with_places(several, epath.Path("run"))
     assert [one.path for one in run.data.sources] == [f"{here}/a", "gs://b"] and not run.train.init_from
     assert run.data.tokenizer == f"{here}/run/tokenizer.json"
+    spaced = _config({"tokenizer": "stdlib"}, {"init_from": "not there"})
+    run = trained.with_places(spaced, epath.Path("run"))
+    assert (run.data.tokenizer, run.train.init_from) == (f"{here}/stdlib", f"{here}/not there")
     bucket = _config({"tokenizer": "bpe:300"}, {"init_from": "gs://bucket/base"})
     run = trained.with_places(bucket, epath.Path("gs://bucket/run"))
     assert (run.data.tokenizer, run.train.init_from) == ("gs://bucket/run/tokenizer.json", "gs://bucket/base")
