@@ -96,7 +96,7 @@ class FlatFile:
 def name_of_files(data: Data) -> str:
     """The first entry of `data.source` that names token files of other programs; '' if none does.
 
-    Raises InputError if some entries do and others do not, or if `data` asks for records.
+    Raises InputError if some entries do and others do not, if only `data.held_out` does, or if `data` asks for records.
     """
     found = [(one.path, _are_named(one)) for one in data.sources]
     named, others = ([path for path, are in found if are == side] for side in (True, False))
@@ -105,6 +105,12 @@ def name_of_files(data: Data) -> str:
             f"data.source: {named[0]} is a token file of another program, and {others[0]} is none: they are not read "
             "together\n  fix   name sources of one kind"
         )
+    for one in data.held_out_sources:
+        if not named and _are_named(one):
+            raise InputError(
+                f"data.held_out: {one.path} is a token file of another program, and data.source names none\n"
+                "  fix   name texts for evaluation, or name files of tokens in data.source, too"
+            )
     if named and (data.conversations or data.fields):
         key = "fields" if data.fields else "messages_field"
         raise InputError(f"data.{key}: the tokens of {named[0]} are of texts\n  fix   leave data.{key} out")

@@ -13,9 +13,8 @@ import numpy as np
 
 from gspmd_lm import files
 from gspmd_lm.config import Data
-from gspmd_lm.data import formats
+from gspmd_lm.data import corpus, formats
 from gspmd_lm.data.chat import Chat
-from gspmd_lm.data.corpus import list_names
 from gspmd_lm.data.folders import Folder
 from gspmd_lm.data.labelled import Labelled
 from gspmd_lm.data.packing import InMemory
@@ -149,12 +148,19 @@ def damage(folder: Folder, manifest: Mapping[str, Any]) -> str:
 def find_folders(data: Data) -> list[tuple[Folder, dict[str, Any]]]:
     """The folders of tokens that data.source names, with their manifests; [] if it names texts.
 
-    Raises InputError if it names both.
+    Raises InputError if it names both, or if it names texts and data.held_out names such folders.
     """
     found = [_find(one.path, "data.source") for one in data.sources]
     folders = [one for one in found if one]
+    for one in data.held_out_sources:
+        if not folders and _find(one.path, "data.held_out"):
+            raise InputError(
+                f"data.held_out: {one.path} has tokens, and data.source has none\n"
+                "  fix   name texts for evaluation, or make tokens of data.source, too"
+            )
     if folders and len(folders) < len(found):
         other = next(source.path for source, one in zip(data.sources, found, strict=True) if not one)
+        corpus.files([other], "data.source", corpus.FileNotes(), uncopied={})  # says it if there is nothing at all
         raise InputError(
             f"data.source: {folders[0][0].address} has tokens, and {other} does not: they are not read together\n"
             f"  fix   make tokens of the other, too: tokenize --set data.source={other} --out=FOLDER"
@@ -198,6 +204,13 @@ def open_tokens(data: Data, folders: Sequence[tuple[Folder, Mapping[str, Any]]],
         )
     named = [(folder.address, one) for (folder, _), one in zip(folders, opened, strict=True)]
     notes = [one.notes for one in opened] + [_say_changes(folder) for folder, _ in folders]
+    if data.held_out_sources or not data.held_out_share:
+        why = "names others" if data.held_out_sources else "is 0"
+        notes += [
+            f"not read, since data.held_out {why}: {count:,} tokens that {address} keeps for evaluation"
+            for address, one in named
+            if (count := len(one.held_out.stream))
+        ]
     return Tokens(
         train=train,
         held_out=_held_out(data, folders, opened, encoder),
@@ -220,7 +233,7 @@ def _say_changes(folder: Folder) -> str:
     changed = [path for path, version in found if os.path.isfile(path) and file_version(path) != version]
     if not changed:
         return ""
-    return f"warning: changed since the tokens in {folder.address} were made: {list_names(changed)}"
+    return f"warning: changed since the tokens in {folder.address} were made: {corpus.list_names(changed)}"
 
 
 def _join(splits: Sequence[TokenSplit], name: str, weight: float | None) -> TokenSplit:
@@ -245,7 +258,10 @@ def _held_out(
                     f"  fix   tokenize --set data.source={source.path} --set data.held_out=0 --out=FOLDER"
                 )
             _check_encoder(*found, encoder, data)
-            apart += open_folder(*found).train
+            opened_apart = open_folder(*found)
+            apart += opened_apart.train
+            if found[1]["held_out"]:  # a share of the same texts
+                apart.append(opened_apart.held_out)
         return _join(apart, ", ".join(one.path for one in data.held_out_sources), None)
     if not data.held_out_share:
         return TokenSplit("", None, InMemory(np.empty(0, opened[0].train[0].stream.dtype)))

@@ -168,6 +168,11 @@ BAD = {
         r"data\.source: x\.bin is a token file of another program, and stdlib is none: .*\n  fix ",
     ),
     "texts apart": (lambda: _write_megatron("x", FEW), {"held_out": "stdlib"}, r"data\.held_out: stdlib has no tokens"),
+    "tokens apart": (
+        lambda: [_write_megatron("x", FEW), Path("t.txt").write_text("text")],
+        {"source": "t.txt", "held_out": "x.bin"},
+        r"data\.held_out: x\.bin is a token file of another program, and data\.source names none\n  fix ",
+    ),
     "another tokenizer": (
         lambda: _write_megatron("x", FEW),
         {"model": {"vocab": 50257}},

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+import yaml
 
 from gspmd_lm.data import folders, loader, making, readers, shards, tokens, trained
 from gspmd_lm.data.folders import Folder
@@ -341,6 +343,8 @@ def _version():
         ("made", {"messages_field": "m", "tokenizer": "chatty"}, r"data\.messages_field=m: made was made with "),
         (["made", "a.jsonl"], {}, r"made has tokens, and a\.jsonl does not(.|\n)*tokenize --set data\.source=a\.jsonl"),
         ("made", {"held_out": "b.jsonl"}, r"data\.held_out: b\.jsonl has no tokens, as data\.source has\n  fix "),
+        ("a.jsonl", {"held_out": "made"}, r"data\.held_out: made has tokens, and data\.source has none\n  fix "),
+        (["made", "not made"], {}, r"data\.source: not made matches no file"),
     ],
 )  # fmt: skip
 def test_other_settings_than_the_tokens_were_made_with(records, source, settings, message):
@@ -442,6 +446,35 @@ def test_what_cannot_be_tokenized(settings, message):
         _make(**settings | {"out": "other"})
 
 
+def test_what_a_folder_keeps_for_evaluation_is_evaluated_or_named():
+    _make(held_out=0.25, out="quarter")
+    _make(out="all", held_out=0)
+    opened, _ = loader.open_loaders(_config("quarter", held_out=0))
+    count = len(tokens.open_folder(made := Folder("quarter"), tokens.read_manifest(made)).held_out.stream)
+    said = f"since data.held_out is 0: {count:,} tokens that quarter keeps for evaluation"
+    assert said in opened.description
+    _, apart = loader.open_loaders(_config("all", held_out="quarter"))
+    assert apart.tokens == opened.tokens + count == loader.open_loaders(_config("all", held_out=0))[0].tokens
+
+
+@pytest.mark.parametrize("kind", ["texts", "conversations", "labels"])
+def test_the_flags_that_tokenize_prints_read_its_tokens(records, kind, monkeypatch):
+    source, settings = KINDS[kind]
+    lines = _make(source, "a folder", **settings | {"held_out": 0.25})
+    words = shlex.split(lines[-1].removeprefix("train on them: "))
+    given = dict(word.split("=", 1) for word in words if word != "--set")
+    assert given.pop("data.source") == f"{os.getcwd()}/a folder"
+    read = {name: yaml.safe_load(given.pop(f"data.{name}", "null")) for name in ("held_out", "messages_field", "label")}
+    wanted = {name: (settings | {"held_out": 0.25}).get(name) for name in read}
+    assert read == wanted
+    fields = yaml.safe_load(given.pop("data.fields", "[]"))
+    assert fields == settings.get("fields", [])
+    if kind == "conversations":
+        assert given == {"data.tokenizer": f"{os.getcwd()}/a folder", "model.vocab": "0"}
+    if kind == "labels":
+        assert given == {"data.seq": "32"}
+
+
 def test_tokens_are_not_made_among_their_texts():
     """The next run would read them as texts."""
     Path("texts").mkdir()
@@ -450,3 +483,8 @@ def test_tokens_are_not_made_among_their_texts():
         with pytest.raises(InputError, match=r"lies among the texts of texts\n  fix   name a folder elsewhere"):
             _make("texts", out)
     _make("texts/a.jsonl", "texts/made")
+    for source in ("texts/a*", "texts/a.jsonl"):
+        with pytest.raises(
+            InputError, match=r"has the texts of data\.source: .*a\.jsonl\n  fix   name a folder elsewhere"
+        ):
+            _make(source, "texts")
