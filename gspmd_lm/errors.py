@@ -1,9 +1,9 @@
-"""The errors that a user sees with their exit codes, the words of a hint or a choice, the check of a whole number."""
+"""The errors that a user sees with their exit codes, words for their messages, and the check of a whole number."""
 
 import difflib
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -63,3 +63,13 @@ def either(words: Iterable[Any]) -> str:
 def is_whole_number(value: Any, least: int) -> bool:
     """Whether a value is a whole number of at least `least`: an int of Python or of numpy."""
     return isinstance(value, Integral) and int(value) >= least
+
+
+def name_kind(value: Any) -> str:
+    """What a value of JSON or YAML is, with the article if there is one: null, text, a number, a list or an object."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    kinds = {str: "text", bytes: "bytes", (int, float): "a number", (list, tuple): "a list", Mapping: "an object"}
+    return next(
+        (name for kind, name in kinds.items() if isinstance(value, kind)), f"of the type {type(value).__name__}"
+    )

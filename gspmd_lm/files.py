@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypeVar
 import filelock
 from etils import epath
 
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, name_kind
 
 Fields = TypeVar("Fields")  # a dataclass
 
@@ -335,7 +335,7 @@ def json_object(text: str | bytes, place: object, fix: str = "") -> dict[str, An
     """The fields of a JSON text that must be one object. Raises InputError as `json_value` does."""
     value = json_value(text, place, fix)
     if not isinstance(value, dict):
-        raise InputError(f"{place}: a {type(value).__name__}, not a JSON object{_fix(fix)}")
+        raise InputError(f"{place}: {name_kind(value)}, not a JSON object{_fix(fix)}")
     return value
 
 

@@ -37,7 +37,7 @@ def test_values():
         ("[" * 100_000, "lists or objects within each other, over 500 levels deep"),
         ('{"a": ' * 100_000, "lists or objects within each other, over 500 levels deep"),
         ("[]", "a list, not a JSON object"),
-        ("null", "a NoneType, not a JSON object"),
+        ("null", "null, not a JSON object"),
     ],
 )
 def test_what_is_wrong_is_one_kind_of_error(text, message):

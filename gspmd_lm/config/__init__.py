@@ -64,7 +64,7 @@ from gspmd_lm.config.windows import Windows as Windows
 from gspmd_lm.config.windows import is_whole as is_whole
 from gspmd_lm.config.windows import levels as levels
 from gspmd_lm.config.windows import padded_rows as padded_rows
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, name_kind
 from gspmd_lm.units import plural
 
 
@@ -207,7 +207,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     path = find_file(name, "configs")
     raw = core_yaml.parse(read_text(path), str(path))
     if not isinstance(raw, dict):
-        kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
+        kind = "is empty" if raw is None else f"is {name_kind(raw)}"
         raise InputError(f"{path}: a config is a mapping of sections; this one {kind}")
     if "task" in raw:
         raise InputError(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm.config.paths import read_text
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, name_kind
 from gspmd_lm.files import has_half_characters, json_value
 
 DEEPEST = 64  # levels of lists and objects; a deeper value could not be written or shown again
@@ -27,7 +27,7 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
     if has_half_characters(text, value):
         raise damage_error(path, "not valid JSON: half of a character, such as \\ud800")
     if not isinstance(value, dict):
-        raise damage_error(path, f"not a JSON object but a {type(value).__name__}")
+        raise damage_error(path, f"not a JSON object but {name_kind(value)}")
     return value
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspmd_lm.data import readers
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, name_kind
 
 
 class Format(NamedTuple):
@@ -197,5 +197,5 @@ def _field(place: str, record: dict[str, Any], field: str) -> bytes:
             if texts
             else "set data.text_field, or leave the file out"
         )
-        raise InputError(f"{place}: {field} is a {type(text).__name__}, not text\n  fix   {fix}")
+        raise InputError(f"{place}: {field} is {name_kind(text)}, not text\n  fix   {fix}")
     return readers.encode_surrogates(text)

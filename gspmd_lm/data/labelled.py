@@ -20,7 +20,7 @@ from gspmd_lm.data.packing import LAST
 from gspmd_lm.data.shards import Stream
 from gspmd_lm.data.sources import DocumentSource, Progress
 from gspmd_lm.data.tokenizer import NO_CHARACTER, Tokenizer
-from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.errors import InputError, did_you_mean, name_kind
 
 # A record in the cache is a uint32 array: two words of 16 bits that hold the label, and its tokens. Bits in these: a
 # token of the second text, and the last token of a record of which something was cut. LAST ends a record.
@@ -250,7 +250,7 @@ def text_of(record: Mapping[str, Any], name: str, place: str) -> str:
     """A text of a record. Raises an InputError that names `place` if it is missing."""
     text = _find_field(record, name, place, "fields")
     if not isinstance(text, str):
-        what = "empty" if text is None else f"a {type(text).__name__}, not text"
+        what = "empty" if text is None else f"{name_kind(text)}, not text"
         raise InputError(f"{place}: {name} is {what}\n  fix   correct it, or leave the record out")
     return text
 

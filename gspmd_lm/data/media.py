@@ -14,7 +14,7 @@ from gspmd_lm.config import Data
 from gspmd_lm.config import data as config_data
 from gspmd_lm.data import corpus, formats
 from gspmd_lm.data.remote import Progress
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, name_kind
 from gspmd_lm.runtime import host
 
 _THREADS = 8
@@ -161,7 +161,7 @@ def content_of(table: Path, where: str, record: dict[str, Any], name: str, what:
         path = table.parent / held
         where, held = f"{where}: {path}", bytes_of(path)
     if not isinstance(held, bytes):
-        found = f"is a {type(held).__name__}" if name in record else f"is not one of {', '.join(record)}"
+        found = f"is {name_kind(held)}" if name in record else f"is not one of {', '.join(record)}"
         raise InputError(
             f"{where}: {name} {found}: there is no {what}\n"
             f"  fix   name in data.fields the column with the files of {what}s, their bytes, or {{bytes}}"

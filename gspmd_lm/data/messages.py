@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.errors import InputError, did_you_mean, name_kind
 from gspmd_lm.files import json_value
 
 Message = Mapping[str, Any]  # role, content, and other fields of a message that the template reads
@@ -24,7 +24,7 @@ def check_messages(value: Any, place: str, fields: Collection[str] | None) -> Se
     """
     messages = _parse_list(value, place)
     if not isinstance(messages, list | tuple) or not messages:
-        got = "empty" if isinstance(messages, list | tuple) else f"a {type(messages).__name__}"
+        got = "empty" if isinstance(messages, list | tuple) else name_kind(messages)
         raise InputError(
             f'{place} is {got}\n  fix   give a list of objects such as {{"role": "user", "content": "Hi"}}'
         )
@@ -47,14 +47,14 @@ def check_messages(value: Any, place: str, fields: Collection[str] | None) -> Se
 
 def _format_error(message: Any) -> str:
     if not isinstance(message, Mapping):
-        return f"is a {type(message).__name__}"
+        return f"is {name_kind(message)}"
     if not isinstance(message.get("role"), str):
         return f"has no role (fields: {', '.join(message) or 'none'})"
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
         return f"has neither content nor tool_calls (fields: {', '.join(message)})"
     if not isinstance(content, str | list | None):
-        return f"has a {type(content).__name__} as its content"
+        return f"has {name_kind(content)} as its content"
     return ""
 
 
@@ -80,7 +80,7 @@ def list_of(value: Any, place: str) -> Any:
     if listed in (None, ""):
         return None
     if not isinstance(listed, list | tuple) or not all(isinstance(one, Mapping) for one in listed):
-        got = f"a list with {listed[0]!r:.40}" if isinstance(listed, list | tuple) else f"a {type(listed).__name__}"
+        got = f"a list with {listed[0]!r:.40}" if isinstance(listed, list | tuple) else name_kind(listed)
         raise InputError(f"{place} is {got}\n  fix   give a list of objects, or the JSON text of one")
     return listed
 
@@ -99,7 +99,7 @@ def template_fields(record: Mapping[str, Any], reads: Collection[str], place: st
     """
     keywords = record.get(KEYWORDS)
     if not isinstance(keywords, Mapping | None):
-        raise InputError(f"{place}{KEYWORDS} is a {type(keywords).__name__}\n  fix   give an object, or leave it out")
+        raise InputError(f"{place}{KEYWORDS} is {name_kind(keywords)}\n  fix   give an object, or leave it out")
     fields = dict(record) | dict(keywords or {})
     fields |= {name: list_of(fields[name], f"{place}{name}") for name in LISTS if name in fields}
     lost = [name for name in (*LISTS, *(keywords or {})) if name not in reads and fields.get(name) not in _EMPTY]

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.errors import InputError, did_you_mean, name_kind
 from gspmd_lm.files import json_object, json_value
 
 _CHARSET = re.compile(rb"""<meta[^>]*charset\s*=\s*["']?([\w.:-]+)""", re.IGNORECASE)
@@ -213,7 +213,7 @@ def json_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         if isinstance(record, str) and len(columns) == 1:  # a list of texts
             record = {columns[0]: record}
         if not isinstance(record, dict):
-            raise InputError(f"{place}: a {type(record).__name__}\n  fix   give a list of objects, or of texts")
+            raise InputError(f"{place}: {name_kind(record)}\n  fix   give a list of objects, or of texts")
         yield place, record
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from gspmd_lm.config import core_yaml
 from gspmd_lm.config.paths import find_file, read_text
-from gspmd_lm.errors import did_you_mean, either, nearest
+from gspmd_lm.errors import did_you_mean, either, name_kind, nearest
 from gspmd_lm.hardware.chips import PLATFORMS
 from gspmd_lm.hardware.target import MOST_DEVICES
 from gspmd_lm.sharding.axes import DECODER
@@ -52,7 +52,7 @@ def from_text(
     """Rules from the text of a rules file, as `load` gives them. `path` is for messages."""
     raw = core_yaml.parse(text, path)
     if not isinstance(raw, dict):
-        kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
+        kind = "is empty" if raw is None else f"is {name_kind(raw)}"
         raise ShardingError(
             f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
             f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how"

@@ -12,7 +12,7 @@ from etils import epath
 
 from gspmd_lm import files, versions
 from gspmd_lm.config import core_yaml, paths
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, name_kind
 from gspmd_lm.files import json_object, json_value
 from gspmd_lm.workdir import layout, log, wall_time
 
@@ -244,7 +244,7 @@ def _read(workdir: epath.Path, name: str) -> RunHistory:
             damage.append(" ".join(map(str.strip, str(error).partition("\n  fix")[0].splitlines())))
             return missing
         if not isinstance(value, type(missing)):
-            damage.append(f"{path}: is a {type(value).__name__}, and is left out")
+            damage.append(f"{path}: is {name_kind(value)}, and is left out")
             return missing
         return value
 

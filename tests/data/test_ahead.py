@@ -165,7 +165,7 @@ def test_a_process_that_dies_within_an_answer_is_an_error(monkeypatch):
 
 def test_what_gives_no_rows_is_said(opened):
     Path("texts/0.jsonl.gz").write_bytes(gzip.compress(b'{"text": 5}\n'))
-    with pytest.raises(InputError, match=r"0\.jsonl\.gz:1: text is a int, not text\n  fix "):
+    with pytest.raises(InputError, match=r"0\.jsonl\.gz:1: text is a number, not text\n  fix "):
         _read(opened("texts/0.jsonl.gz")[0], range(1))
     with pytest.raises(InputError, match=r"no unit of it has a row of data\.seq \+ 1 = 4,097 tokens"):
         _read(opened("texts/[12].jsonl.gz", seq=4096, packing="stream", model={"context": 4096})[0], range(1))

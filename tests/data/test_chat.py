@@ -171,13 +171,13 @@ def test_lists_as_json_text_are_lists(talks):
         assert talk.document(other, "", "messages") == talk.document(record, "", "messages")
         assert talk.prompt_of(other).tolist() == talk.prompt_of(record).tolist()
     for wrong, message in (
-        ({"tools": "f"}, "tools is a str"),
+        ({"tools": "f"}, "tools is text"),
         ({"tools": "[f]"}, "tools, which begins as a list in JSON: not valid JSON"),
         ({"tools": ["f"]}, "tools is a list with 'f'"),
-        ({"tools": {"name": "f"}}, "tools is a dict"),
+        ({"tools": {"name": "f"}}, "tools is an object"),
         ({"documents": [{"text": "a"}]}, "documents would be lost: the chat template does not read this field"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking would be lost: the chat template"),
-        ({"chat_template_kwargs": "no"}, "chat_template_kwargs is a str"),
+        ({"chat_template_kwargs": "no"}, "chat_template_kwargs is text"),
         ({"messages": "[1"}, "messages, which begins as a list in JSON: not valid JSON"),
     ):
         with pytest.raises(InputError, match=rf"{message}.*\n  fix "):
@@ -342,17 +342,17 @@ def test_bytes_have_no_template():
             {"message": turns("a", "b")},
             r"no field messages \(did you mean message\?\)\n  fix   set data.messages_field to",
         ),
-        ({"messages": "Hi"}, r"messages is a str\n  fix   give a list of objects"),
+        ({"messages": "Hi"}, r"messages is text\n  fix   give a list of objects"),
         ({"messages": []}, r"messages is empty\n  fix "),
         (
             {"messages": ["Hi", {"from": "human", "value": "Hi"}]},
-            r"message 1 is a str\n  message 2 has no role \(fields: from",
+            r"message 1 is text\n  message 2 has no role \(fields: from",
         ),
         (
             {"messages": [{"role": "user", "text": "Hi"}]},
             r"message 1 has neither content nor tool_calls \(fields: role, text",
         ),
-        ({"messages": [{"role": "user", "content": 3}]}, r"message 1 has a int as its content\n  fix "),
+        ({"messages": [{"role": "user", "content": 3}]}, r"message 1 has a number as its content\n  fix "),
         ({"messages": turns("Hi")}, r"messages has no message of the role assistant \(roles: user\).*\n  fix "),
         (
             {"messages": turns("a", "b")[::-1]},

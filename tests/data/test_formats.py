@@ -114,13 +114,13 @@ def test_json(tmp_path):
     assert _texts(path, '{"text": "a"}\n{"text": "b"}\n') == [b"a", b"b"]
     with pytest.raises(InputError, match=r"a\.json: item 2: no field text \(did you mean txt\?\)\n.*one of txt"):
         _texts(path, '[{"text": "a"}, {"txt": "b"}]')
-    with pytest.raises(InputError, match=r"a\.json: item 1: a int\n  fix "):
+    with pytest.raises(InputError, match=r"a\.json: item 1: a number\n  fix "):
         _texts(path, "[1]")
     with pytest.raises(InputError, match=r"a\.json: not valid JSON"):
         _texts(path, '{"text": ')
     with pytest.raises(InputError, match=r"item 1: text is a list, not text\n  fix   for conversations"):
         _texts(path, '[{"text": [[1], [2, 3]]}]')
-    with pytest.raises(InputError, match=r"item 1: text is a dict, not text\n  fix   set .* to one of id$"):
+    with pytest.raises(InputError, match=r"item 1: text is an object, not text\n  fix   set .* to one of id$"):
         _texts(path, '[{"text": {}, "id": "x"}]')
 
 

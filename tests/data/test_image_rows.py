@@ -71,7 +71,7 @@ def test_tables_hold_the_same_images(folder, tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     named, _ = loader.open_loaders(config_of(tmp_path, fields=["image"], label="label"))
     np.testing.assert_array_equal(named.rows_at(0, slice(None))["labels"], want[0].rows_at(0, slice(None))["labels"])
-    with pytest.raises(InputError, match=r"train\.jsonl:1: wrong is a int: there is no image"):
+    with pytest.raises(InputError, match=r"train\.jsonl:1: wrong is a number: there is no image"):
         loader.open_loaders(config_of(tmp_path, fields=["wrong"], label="label"))
 
 

@@ -235,7 +235,7 @@ def test_sources_with_weights():
         ({"label": 1e39}, {"label_kind": "number", "source": "b.jsonl"}, r"b\.jsonl:1: label=1e\+39 is not a finite"),
         ({"label": 10**400}, {"label_kind": "number", "source": "b.jsonl"}, r"b\.jsonl:1: label=10* is not a finite"),
         ({"a": None}, {}, r"a\.jsonl:61: a is empty"),
-        ({"a": 3}, {}, r"a\.jsonl:61: a is a int, not text"),
+        ({"a": 3}, {}, r"a\.jsonl:61: a is a number, not text"),
         ({}, {"fields": ["a", "bb"]}, r"a\.jsonl:1: no field bb \(did you mean b\?\)\n .* data\.fields one of a, b"),
         ({}, {"label": "lable"}, r"a\.jsonl:1: no field lable \(did you mean label\?\)\n .* data\.label one of a, b"),
         ({}, {"source": "b.jsonl"}, r"data\.label=label: the training data has maybe alone\n  fix .*label_kind"),

@@ -102,7 +102,7 @@ def test_jsonl_keeps_bytes_that_are_not_utf8(tmp_path):
     [
         ("a.jsonl", b'{"text": "x"}\n{"text" "y"}\n', r"a\.jsonl:2: not valid JSON: .*\n  fix "),
         ("a.jsonl", b'{"txt": "x", "id": 1}\n', r"a\.jsonl:1: no field text \(did you mean txt\?\)\n.* one of txt, id"),
-        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: text is a int, not text"),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: text is a number, not text"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a\.jsonl:2: a list, not a JSON object\n"),
         ("a.parquet", b"nonsense" * 9, r"a\.parquet: cannot be read as parquet"),
         ("a.array_record", b"nonsense" * 9, r"a\.array_record: cannot be read as ArrayRecord"),

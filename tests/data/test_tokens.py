@@ -203,7 +203,10 @@ def test_a_place_in_a_part_of_a_file_is_one_in_the_file(bucket, folder, monkeypa
     monkeypatch.setattr(making, "UNIT_BYTES", 3000)
     line, at = '{"text": "words"}\n', r"c\.jsonl, after byte 3,003, line 3"
     place = rf"^{source.removesuffix('c.jsonl')}{at}"
-    for wrong, message in (('{"text": 5}', f"{place}: text is a int"), ('{"text": [999]}', f"{place}: token 0 is 999")):
+    for wrong, message in (
+        ('{"text": 5}', f"{place}: text is a number"),
+        ('{"text": [999]}', f"{place}: token 0 is 999"),
+    ):
         (folder / "c.jsonl").write_text(f'{line * 50}{{"text": null}}\n{line * 118}{wrong}\n')
         bucket.put_file("c.jsonl", "/texts/c.jsonl")
         with pytest.raises(InputError, match=message):
