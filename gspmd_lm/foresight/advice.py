@@ -220,22 +220,27 @@ def _is_weight(rules: Rules, op: str) -> bool:
 
 
 def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Iterator[Finding]:
-    """What every layer sends there. Gradients that are summed once a step have to cross."""
+    """What every layer sends there. Gradients that are summed once a step have to cross.
+
+    The optimizer runs once a step, however many arrays one of its collectives moves together.
+    """
     slow = collections.defaultdict[str, list[Collective]](list)
     for one in moved:
         gradient = one.phase == "backward" and one.kind in ("all-reduce", "reduce-scatter")
         gradient &= "rules.batch" in one.rules and (_is_weight(rules, one.op) or one.op.endswith("_norm"))
-        often = one.times_per_step >= max(2, layers)
+        often = one.times_per_step >= max(2, layers) and one.phase != "optimizer"
         if one.link in SLOW_LINKS and often and not (gradient and rules.microbatches == 1):
             slow[one.link].append(one)
     for link, over in slow.items():
         rows = dict.fromkeys(row for one in over for row in one.rules)
         because = f", because of {', '.join(rows)}" if rows else ""
         axes = "+".join(dict.fromkeys(axis for one in over for axis in one.mesh_axes))
-        sent = human_bytes(sum(one.bytes_per_device_per_step for one in over))
+        sent = sum(one.bytes_per_device_per_step for one in over)
+        if sent <= SMALL_BYTES:
+            continue
         yield Finding(
             "slow-link",
-            f"{axes} sends {sent} per device {SLOW_LINKS[link]}, in every layer{because}",
+            f"{axes} sends {human_bytes(sent)} per device {SLOW_LINKS[link]}, in every layer{because}",
             "let an axis cross that only the gradients use: --set rules.dcn.data=..., with batch split over data too",
         )
 

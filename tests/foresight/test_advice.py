@@ -190,6 +190,13 @@ def test_a_slow_link_in_every_layer(link, where):
     assert where in only(warned(moved=[gradient], microbatches=4), "slow-link").message
 
 
+def test_what_no_layer_sends_over_a_slow_link_is_no_warning():
+    gather = dataclasses.replace(GATHER, link="network", in_loop=False, rules=("optimizer.embed",))
+    assert warned(moved=[dataclasses.replace(gather, phase="optimizer", op="embedding")]) == ()  # of ZeRO-1
+    assert warned(moved=[dataclasses.replace(gather, op="loss", bytes_per_device_per_step=28)]) == ()
+    only(warned(moved=[gather]), "slow-link")
+
+
 def test_what_the_partitioner_complains_of():
     assert "cannot go from" in only(warned(notes=["cannot go from a to b", "again"]), "involuntary-remat").message
 
