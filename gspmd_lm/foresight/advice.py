@@ -78,11 +78,17 @@ def warnings(
 
 
 def advise_on_step(
-    report: Report, notes: Sequence[str], callbacks: Sequence[str], module: Module | None, knows_trip_counts: bool
+    report: Report,
+    notes: Sequence[str],
+    callbacks: Sequence[str],
+    replaceable: Sequence[PlacedArray],
+    module: Module | None,
+    knows_trip_counts: bool,
 ) -> tuple[Finding, ...]:
     """Findings about a step of one's own, whose arrays no rule places.
 
-    callbacks: where it calls Python. knows_trip_counts: see `Reading`. The other arguments are as in `warnings`.
+    callbacks: where it calls Python. replaceable: arguments whose place results could take. knows_trip_counts: see
+    `Reading`. The other arguments are as in `warnings`.
     """
     memory = report.memory
     return (
@@ -92,7 +98,7 @@ def advise_on_step(
         *_find_needless_products(report, module, knows_trip_counts),
         *_above_floor(report),
         *_involuntary(notes, "constrain the arrays around it alike (jax.lax.with_sharding_constraint)"),
-        *_find_not_donated(memory),
+        *_find_not_donated(memory, replaceable),
         *_find_replicated(report.mesh, report.arrays, memory, "a PartitionSpec with {axis} for {dimension} of it"),
     )
 
@@ -109,12 +115,17 @@ def _workspace(memory: Memory, module: Module | None) -> Iterator[Finding]:
         )
 
 
-def _find_not_donated(memory: Memory) -> Iterator[Finding]:
-    if memory.results_bytes > max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0)):
+def _find_not_donated(memory: Memory, replaceable: Sequence[PlacedArray]) -> Iterator[Finding]:
+    """Arguments whose place results could take. Other results, such as logits, need memory of their own anyway."""
+    beside_bytes = min(memory.results_bytes, sum(array.bytes_per_device for array in replaceable))
+    if beside_bytes > max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0)):
+        largest = max(replaceable, key=lambda array: array.bytes_per_device)
+        others = f" and {len(replaceable) - 1} more" if len(replaceable) > 1 else ""
         yield Finding(
             "not-donated",
-            f"{human_bytes(memory.results_bytes)} per device of results stand beside the arguments",
-            "jax.jit(..., donate_argnums=0) puts a result in the place of an argument of the same shape",
+            f"{human_bytes(beside_bytes)} per device of results stand beside arguments of the same shape: "
+            f"{largest.path}{others}",
+            "jax.jit(..., donate_argnums=...) with the numbers of these arguments puts results in their place",
         )
 
 

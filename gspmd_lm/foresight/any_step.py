@@ -1,5 +1,6 @@
 """A step of one's own: whatever `jax.jit` traces, given as a function of the devices that it is for."""
 
+import collections
 import dataclasses
 import functools
 import importlib.util
@@ -78,13 +79,31 @@ class BuiltProgram:
         return {"arguments": {path: like for path, like in self.arguments.items() if is_on_device(like)}}
 
     @property
+    def replaceable(self) -> list[str]:
+        """The paths of arguments that are not donated, and whose place a result of their shape and dtype could take."""
+        results = collections.Counter((one.shape, one.dtype) for one in jax.tree.leaves(self.traced.out_info))
+        donated = [info.donated for info in jax.tree.leaves(self.traced.args_info)]
+        # The results of these have a place already.
+        results -= collections.Counter(
+            (like.shape, like.dtype) for like, is_donated in zip(self.placed, donated, strict=True) if is_donated
+        )
+        read = [is_donated for is_donated, like in zip(donated, self.placed, strict=True) if like.sharding]
+        paths: list[str] = []
+        for (path, like), is_donated in zip(self.arguments.items(), read, strict=True):
+            if not is_donated and results[like.shape, like.dtype] > 0:
+                results[like.shape, like.dtype] -= 1
+                paths.append(path)
+        return paths
+
+    @property
     def facts(self) -> dict[str, Any]:
-        """Its mesh, and the path, shape, split, bytes and dtype of each argument, as plain values."""
+        """Its mesh, the path, shape, split, bytes and dtype of each argument, and more, as plain values."""
         arguments = [
             [path, like.shape, split(like), bytes_per_device(like), str(like.dtype)]
             for path, like in self.arguments.items()
         ]
-        return {"mesh": dict(self.mesh.shape), "arguments": arguments, "callbacks": self.callbacks}
+        mesh = dict(self.mesh.shape)
+        return {"mesh": mesh, "arguments": arguments, "callbacks": self.callbacks, "replaceable": self.replaceable}
 
     def read(self) -> Reading:
         """The transfers and FLOPs of one device when the program runs."""

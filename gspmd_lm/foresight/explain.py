@@ -236,8 +236,9 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
         arrays=tuple(arrays),
     )
     report = dataclasses.replace(report, floor=bounds.checked_bounds(report.floor, report.above_floor))
+    replaceable = [array for array in arrays if array.path in program.step["replaceable"]]
     warned = advice.advise_on_step(
-        report, program.notes, program.step["callbacks"], read.module, program.reading.knows_trip_counts
+        report, program.notes, program.step["callbacks"], replaceable, read.module, program.reading.knows_trip_counts
     )
     return dataclasses.replace(report, warnings=warned)
 

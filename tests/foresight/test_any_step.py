@@ -1,6 +1,7 @@
 """A step that knows nothing of this package is explained as it runs, and what cannot be is refused in words."""
 
 import dataclasses
+import functools
 import re
 import subprocess
 import sys
@@ -116,11 +117,27 @@ def test_a_gpu_has_times_and_results_beside_the_arguments_are_told():
     assert "xla_gpu_autotune_level" in report.versions and "xla_gpu_enable_triton_gemm" not in report.versions
 
 
-def test_results_that_are_as_large_as_the_state_are_a_warning(descent):
+def test_results_that_could_take_the_place_of_arguments_are_a_warning(descent):
     held = dataclasses.replace(descent.memory, results_bytes=2**30)
     large = dataclasses.replace(descent, memory=held)
-    found = advice.advise_on_step(large, ["a note"], (), None, True)
+    weights = [dataclasses.replace(array, bytes_per_device=2**28) for array in descent.arrays[:2]]
+    found = advice.advise_on_step(large, ["a note"], (), weights, None, True)
     assert [one.code for one in found] == ["involuntary-remat", "not-donated"]
+    assert "536.9 MB per device" in found[1].message and found[1].message.endswith("weights['down'] and 1 more")
+    assert advice.advise_on_step(large, (), (), (), None, True) == ()
+
+
+@pytest.mark.parametrize(
+    ("step", "could_give_place"),
+    [
+        (own_steps.not_donated, ["weights['down']", "weights['up']"]),
+        (own_steps.descent, []),
+        (functools.partial(own_steps.elementwise, function=lambda x: (x, x)), ["x"]),
+        (functools.partial(own_steps.elementwise, function=lambda x: x.T), []),  # of another shape
+    ],
+)
+def test_the_arguments_whose_place_a_result_could_take(step, could_give_place):
+    assert any_step.build(any_step.Program(step), jax.devices()[:8]).replaceable == could_give_place
 
 
 def test_a_step_that_nnx_has_jitted():
