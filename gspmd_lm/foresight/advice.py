@@ -130,9 +130,14 @@ def _find_not_donated(memory: Memory, replaceable: Sequence[PlacedArray]) -> Ite
 
 
 def _above_floor(report: Report) -> Iterator[Finding]:
-    """A step that sends clearly more than its floor. The mesh axes and phase with the largest excess are named."""
+    """A step that sends clearly more than its floor. The mesh axes and phase with the largest excess are named.
+
+    There is no such finding where branches of a conditional send different amounts: the floor has those that send
+    least, and the program may need more.
+    """
     floor, ratio, total = report.floor, report.above_floor, report.sent_bytes
     known = floor.communication_bytes is not None and not floor.estimated_because
+    known &= floor.branch_bytes <= TRIFLE * total
     if not known or total <= SMALL_BYTES or (ratio and ratio <= ABOVE_FLOOR):
         return
     excess = _excess_bytes(report)

@@ -32,6 +32,7 @@ class LowerBounds:
     float32_bytes: int = 0  # what one device must send if all that is sent is as wide as float32
     estimated_because: str = ""  # why communication is an estimate; '' where it is a bound
     by_array: tuple[ArrayTransfers, ...] = ()  # what communication is made of, the largest first
+    branch_bytes: int = 0  # what one device must send beyond that if conditionals run the branches that send most
 
 
 def training_bounds(
@@ -135,6 +136,7 @@ def _bounds(
         float32_bytes=round(reading.bytes_if_wider(FLOAT32_BYTES)),
         estimated_because=reading.estimated_because,
         by_array=reading.by_array,
+        branch_bytes=round(reading.branch_bytes),
     )
 
 

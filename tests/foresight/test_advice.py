@@ -190,6 +190,12 @@ def test_a_slow_link_in_every_layer(link, where):
     assert where in only(warned(moved=[gradient], microbatches=4), "slow-link").message
 
 
+def test_what_a_branch_may_have_to_send_is_not_too_much():
+    none = dataclasses.replace(FLOOR, communication_bytes=0, communication_by_axis={}, by_array=(), float32_bytes=0)
+    assert "nothing makes necessary" in only(warned(floor=none), "above-floor").message
+    assert warned(floor=dataclasses.replace(none, branch_bytes=10 * GB)) == ()
+
+
 def test_what_no_layer_sends_over_a_slow_link_is_no_warning():
     gather = dataclasses.replace(GATHER, link="network", in_loop=False, rules=("optimizer.embed",))
     assert warned(moved=[dataclasses.replace(gather, phase="optimizer", op="embedding")]) == ()  # of ZeRO-1

@@ -218,12 +218,19 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so_and_of_branches_the_on
     assert found.unknown == {"the trip count of a while loop": 1}
     assert found.flops == 2 * 16**3 / TENSOR
 
-    def branches(x, w):
-        return jax.lax.cond(x[0, 0] > 0, lambda: put(put(x @ w, None, "tensor") @ w), lambda: put(x @ w))
+    def two_products(x, w):
+        return put(put(x @ w, None, "tensor") @ w)
 
-    chosen = reading(branches, x, w)
+    def product(x, w):
+        return put(x @ w)
+
+    chosen = reading(lambda x, w: jax.lax.cond(x[0, 0] > 0, two_products, product, x, w), x, w)
     assert sum(one.bytes for one in chosen.transfers if one.shape == (16, 16)) == 2 * 16 * 16 * 4 * 3 / 4
     assert chosen.flops == 2 * 2 * 16**3 / TENSOR
+    both = [reading(branch, x, w).communication_bytes for branch in (two_products, product)]
+    assert chosen.branch_bytes == max(both) - min(both) > 0
+    alike = reading(lambda x, w: jax.lax.cond(x[0, 0] > 0, product, lambda x, w: -product(x, w), x, w), x, w)
+    assert found.branch_bytes == alike.branch_bytes == 0
 
 
 def turns(begin, condition, step):

@@ -105,6 +105,7 @@ def read_step(
         dict(record.model_flops),
         record.values.least_bytes(),
         held_bytes(reader.mesh, jaxpr, [one.dims for one in operands], places),
+        record.branch_bytes,
     )
 
 

@@ -237,9 +237,11 @@ def possible_branches(reader: Reader, operation: Operation) -> Sequence[Any]:
 def least_of(records: Sequence[Record]) -> Record:
     """The transfers of the branch that sends least, and the FLOPs of the branch that computes most."""
     least = min(records, key=lambda record: record.sent_bytes)
+    most_bytes = max(record.sent_bytes + record.branch_bytes for record in records)
     dearest = max(records, key=lambda record: sum(record.flops.values()))
     most = max((record.model_flops for record in records), key=lambda flops: sum(flops.values()))
-    return dataclasses.replace(least, flops=dearest.flops, model_flops=most)
+    beyond_bytes = most_bytes - least.sent_bytes
+    return dataclasses.replace(least, flops=dearest.flops, model_flops=most, branch_bytes=beyond_bytes)
 
 
 def barrier(reader: Reader, operation: Operation) -> list[ArraySharding]:

@@ -165,6 +165,7 @@ class Record:
     # The identity of rows that are added to tables -> what was sent of the tables, in place of the rows.
     sums: dict[Any, list[Transfer]] = dataclasses.field(default_factory=dict)
     values: SavedValues = dataclasses.field(default_factory=SavedValues)
+    branch_bytes: float = 0.0  # see `Reading.branch_bytes`
 
     @property
     def sent_bytes(self) -> float:
@@ -187,6 +188,7 @@ class Record:
         self.unknown += other.unknown
         self.copies = other.copies
         self.values.update(other.values)
+        self.branch_bytes += other.branch_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +206,8 @@ class Reading:
     model_flops_by_dtype: Mapping[str, float] = dataclasses.field(default_factory=dict)
     saved_bytes: float = 0.0  # of one device: what it must keep of the forward pass for the backward pass
     held_bytes: float = 0.0  # of one device: the arguments that it must read, and the results that it must write
+    # What one device sends beyond the transfers where a conditional runs the branch that sends most, and not least.
+    branch_bytes: float = 0.0
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "Reading":
