@@ -84,6 +84,14 @@ class Outcome:
         return f"{meshes}, {plan.compiled} compiled"
 
     @property
+    def found_nothing(self) -> str:
+        """The words for a plan without a best layout. Of a search that had no time, they do not say that none fits."""
+        if self.searched != "full":
+            return "nothing was found that fits"
+        known = all(one.fits is False for one in self.plan.candidates)
+        return "nothing fits" if known else "nothing that was compiled fits"
+
+    @property
     def usd(self) -> float | None:
         """The price of all `tokens`."""
         if self.price.on_demand is None or not self.tokens or math.isinf(self.days_needed):

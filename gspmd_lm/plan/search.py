@@ -265,7 +265,7 @@ class _Search:
     def _next(self, count: int) -> list[Candidate]:
         """The layouts to compile next, the most promising first, one of each family; none if none is worth it."""
         if not self.untried:
-            self.stopped = "every layout that may fit was compiled"
+            self.stopped = "every layout that may fit was compiled" if self.tried else "no layout is estimated to fit"
             return []
         promised = sorted(((self._promised_s(one), one) for one in self.untried), key=lambda pair: pair[0])
         best = self.best

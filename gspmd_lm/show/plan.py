@@ -212,9 +212,10 @@ def _nothing_fits(outcome: Outcome, advice: Sequence[Note]) -> Section:
     paragraphs = [Text(summary(outcome))]
     if nearest and plan.target.chip:
         needs = f"{human_bytes(nearest.peak_bytes)} of {human_bytes(plan.target.chip.usable_hbm_bytes)}"
-        what = "nothing fits" if all(one.fits is False for one in plan.candidates) else "nothing that was compiled fits"
-        paragraphs.append(Text(f"{what}: {nearest.name} needs least, {needs}", "bad"))
-    return Section("Nothing fits", "", [*paragraphs, *([Notes(advice)] if advice else [])])
+        paragraphs.append(Text(f"{outcome.found_nothing}: {nearest.name} needs least, {needs}", "bad"))
+    if plan.stopped:
+        paragraphs.append(Text(plan.stopped, "dim"))
+    return Section(outcome.found_nothing.capitalize(), "", [*paragraphs, *([Notes(advice)] if advice else [])])
 
 
 def fixes(larger: Larger | None, savings: Sequence[tuple[str, int]], late: bool = False) -> list[Note]:
@@ -277,7 +278,7 @@ def target_row(outcome: Outcome) -> dict[str, str]:
         "target": outcome.plan.target.text,
         "batch": f"{outcome.batch:,}",
         "chips": f"{outcome.plan.target.chips:,}",
-        "layout": line.candidate.name if line else "nothing fits",
+        "layout": line.candidate.name if line else outcome.found_nothing,
         "step": figure(line and line.step_time_s, human_seconds),
         "tokens/s": figure(line and line.tokens_per_s, "{:,.0f}".format),
         "$/B tok": figure(line and line.usd_per_billion_tokens, "{:,.2f}".format),

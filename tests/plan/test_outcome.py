@@ -209,6 +209,9 @@ def test_nothing_fits_is_said_only_where_all_are_known_not_to(planned):
     assert "nothing that was compiled fits: tensor 8" in shown_text()  # one of them was only priced
     failed = tuple(dataclasses.replace(one, report=None, failure="no") for one in planned.plan.candidates)
     assert "  nothing fits: tensor 8" in shown_text(candidates=failed)
+    hurried = shown_text(candidates=failed, left_out=41, tables=42, stopped="the 0.2 minutes are over")
+    assert "  nothing was found that fits: tensor 8" in hurried and "Nothing fits" not in hurried
+    assert "the 0.2 minutes are over" in hurried
 
 
 @pytest.mark.parametrize(("span", "message"), [
@@ -243,6 +246,8 @@ def test_targets_are_compared_by_what_their_tokens_cost(planned):
     assert shown.rank([late, nothing, dear, cheap]) == [cheap, dear, nothing, late]
     assert shown.target_row(nothing)["layout"] == "nothing fits"
     assert list(shown.target_row(nothing).values()).count("-") == 6
+    hurried = dataclasses.replace(nothing, plan=dataclasses.replace(nothing.plan, late=True))
+    assert shown.target_row(hurried)["layout"] == "nothing was found that fits"
 
 
 @pytest.mark.parametrize("text", ["v5e:2x4", "2@v6e:4x4", "v5p:2x2x1", "v5p:4x4x4", "h100:8", "h100:2x8/800"])
