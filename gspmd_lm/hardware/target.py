@@ -15,7 +15,7 @@ from typing import Any
 from gspmd_lm import versions
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.hardware.capacity import Price
-from gspmd_lm.hardware.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config, platform_of, reading
+from gspmd_lm.hardware.chips import CHIPS, NO_CUDA, Chip, Processor, chip_of, gpu_target_config, platform_of, reading
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e: parts of one 16 x 16 pod
@@ -32,7 +32,6 @@ _CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
 _MOST_CUBES = {"v4": 64, "v5p": 96, "tpu7x": 144}
 _LONGEST = 256  # chips along a dimension of a slice that Google Cloud has a name for
 _CHIPS_PER_HOST = 4  # of a TPU slice of several hosts
-NO_CUDA = (0, 0)  # the compute capability of a GPU that has none
 MOST_DEVICES = 2**18  # more than the largest cluster that is known, of 200,000; jax makes an object of each
 # The words in the name of a GPU that tell the boards of one chip apart. Their clocks, memory and links differ.
 _BOARD = re.compile(r"(?i)\b(?:\d+GB|PCIe|NVL|SXM\d?|MIG|Laptop)\b")

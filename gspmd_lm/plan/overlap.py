@@ -12,7 +12,7 @@ import numpy as np
 
 from gspmd_lm.foresight.propagation import Transfer
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.hardware.chips import CHIPS, NO_CUDA
 from gspmd_lm.hardware.network import Groups, Network, sent_bytes
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.operations import Offloaded
@@ -242,7 +242,7 @@ def _devices(target: Target) -> list[Any]:
     libtpu looks for the machine that it is on and complains where there is none, unless it is told one. jax's plugin
     for GPUs is refused on a machine without a GPU, unless jax is told to use the CPU.
     """
-    if target.chip and target.chip.gpu and target.chip.gpu.compute_capability == targets.NO_CUDA:
+    if target.chip and target.chip.gpu and target.chip.gpu.compute_capability == NO_CUDA:
         target = dataclasses.replace(target, chip=CHIPS["h100"])  # any GPU of NVIDIA's stands at the same places
     wanted = quiet.WITHOUT_TPU | _HOST_OF_TPU
     added = {name: value for name, value in wanted.items() if name not in os.environ}

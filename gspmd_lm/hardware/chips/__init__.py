@@ -51,6 +51,7 @@ class Gpu:
     compute_capability: tuple[int, int]
 
 
+NO_CUDA = (0, 0)  # the compute capability of a GPU that has none
 SPLASH_BLOCKS = (256, 512, 1024)
 
 

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
 from gspmd_lm.config import value_at
+from gspmd_lm.hardware.chips import NO_CUDA
 from gspmd_lm.sharding.op_names import scope
 
 AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's documentation of cuDNN 9, "Attention")
@@ -40,6 +41,8 @@ def unsupported_setting(
         return "model.windows"
     if kernel == "cudnn":
         current, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
+        if capability == NO_CUDA:
+            return "GPUs without CUDA"
         if capability and capability < AMPERE:
             return f"compute capability {current} (only {oldest} and newer)"
         if (segments or model.attention.chunk) and capability and capability < HOPPER:  # a chunk is a document, too

@@ -113,6 +113,7 @@ def test_scores_have_the_dtype_that_is_asked_for(qkv, dtype, hlo_dtype):
         ("cudnn", {"head_dim": 100}, "head_dim: 100"),
         ("cudnn", {"seq": 1}, "data.seq: 1 (only 2 and more)"),
         ("cudnn", {"capability": (7, 5)}, "compute capability 7.5 (only 8.0 and newer)"),
+        ("cudnn", {"capability": (0, 0)}, "GPUs without CUDA"),
         ("cudnn", {"positions": "alibi"}, "positions: alibi"),
         ("cudnn", {"attention.scores_dtype": "bfloat16"}, "attention.scores_dtype: bfloat16"),
         ("splash", {"attention.scores_dtype": "bfloat16"}, "attention.scores_dtype: bfloat16"),
