@@ -346,7 +346,7 @@ def compare(
     """
     place = targets.parse(target)
     assumed = capacity.read_assumptions(assume)
-    chip_price = place.price(capacity.read_prices(_several(price)))
+    chip_price = place.price(capacity.read_prices(_several(price), [place.chip]))
     task = _task(task)
     rules = [_rules(one, task) for one in ([layouts] if isinstance(layouts, Rules | str) else layouts)]
     _simulate()

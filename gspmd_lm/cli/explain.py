@@ -80,9 +80,9 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
         raise InputError(f"{verb} needs {lacking}\n  fix   {command}{others}")
     if values.chip:
         values.target = targets.with_chip(values.target, values.chip)
-    targets.parse(values.target)  # what is wrong with it is told before jax is imported
+    place = targets.parse(values.target)  # what is wrong with it is told before jax is imported
     capacity.read_assumptions(values.assume)
-    capacity.read_prices(values.price)
+    capacity.read_prices(values.price, [place.chip])
     outputs.check_writable((values.json, values.html, values.export), inputs.read_files(values, layouts))
     if program:
         names_of_configs = ("config", "rules", "mesh", "set", "phase", "export", "assume", "price")

@@ -90,7 +90,8 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         for one in places:
             outputs.say(f"{one.text}: {one.chip and one.chip.note}")
     cases = [(place, one) for place in places for one in _batches(config, values.batch)]
-    prices, assumed = capacity.read_prices(values.price), capacity.read_assumptions(values.assume)
+    prices = capacity.read_prices(values.price, [place.chip for place in places])
+    assumed = capacity.read_assumptions(values.assume)
     outputs.check_writable((values.json, values.html, values.out), inputs.read_files(values))
     _check(values, cases)
     inputs.log_to_stderr()

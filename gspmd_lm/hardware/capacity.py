@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.hardware.chips import CHIPS, Chip
 
 
 class Price(NamedTuple):
@@ -30,17 +30,19 @@ class Assumptions:
     start_s: float = 30.0  # of processes that find compiled programs in a cache, without the restore; a guess
 
 
-def read_prices(texts: Sequence[str]) -> dict[str, Price]:
+def read_prices(texts: Sequence[str], described: Iterable[Chip | None] = ()) -> dict[str, Price]:
     """Chip -> its price, of texts such as v5e=1.2, or v5e=1.2/0.6 with that on spot. A text may hold several.
 
-    Raises InputError for a chip that is not known, and for what is no price.
+    described: the chips of the targets, which have prices too where files describe them. Raises InputError for a chip
+    that is not known, and for what is no price.
     """
+    chips = dict.fromkeys([*CHIPS, *(chip.name for chip in described if chip)])
     prices = {}
     for entry in (entry for text in texts for entry in text.split(",")):
         chip, equals, amounts = entry.partition("=")
-        if not equals or chip not in CHIPS:
+        if not equals or chip not in chips:
             raise InputError(
-                f"--price={entry}: not a chip and its price\n  fix   --price=v5e=1.2, with one of {', '.join(CHIPS)}"
+                f"--price={entry}: not a chip and its price\n  fix   --price=v5e=1.2, with one of {', '.join(chips)}"
             )
         prices[chip] = Price(*(_amount(entry, chip, amount) for amount in amounts.split("/", 1)))
     return prices

@@ -19,7 +19,7 @@ from gspmd_lm.cli import plan as verb
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.hardware.capacity import Assumptions, Price
+from gspmd_lm.hardware.capacity import Assumptions, Price, read_prices
 from gspmd_lm.plan import advice, outcome, search, space
 from gspmd_lm.plan import candidate as candidates
 from gspmd_lm.plan.candidate import Candidate, Plan
@@ -283,6 +283,14 @@ def test_wrong_flags_are_told_with_a_fix(flags, message, capsys):
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert message in error and "\n  fix   " in error
+
+
+def test_a_chip_that_a_file_describes_has_the_price_that_is_given(tmp_path):
+    (tmp_path / "my.yaml").write_text("name: my\nlike: h100\nhbm_bytes: [94 GB, sheet]\n")
+    target = targets.parse(targets.with_chip("my:8", str(tmp_path / "my.yaml")))
+    assert target.price(read_prices(["my=7/3"], [target.chip])) == Price(7.0, 3.0)
+    with pytest.raises(InputError, match=r"--price=me=7: not a chip and its price\n  fix   .*, v6e, my$"):
+        read_prices(["me=7"], [None, target.chip])
 
 
 def test_chips_that_would_do_are_counted(planned):
