@@ -1,5 +1,6 @@
 """From Python: the functions of `import gspmd_lm`, and that what they give back shows itself."""
 
+import dataclasses
 import html
 import json
 import re
@@ -146,9 +147,13 @@ def test_a_plan_shows_itself_and_gives_rules_that_run(plan):
 
 def test_a_plan_in_which_nothing_fits_says_so(plan):
     none = notebook.FoundPlan(**{**vars(plan), "best": None, "nearest": plan.best})
-    with pytest.raises(g.InputError, match="no layout of tiny fits on cpu:8"):
+    with pytest.raises(g.InputError, match=r"tiny on cpu:8: nothing was found that fits\n  fix   plan\("):
         none.rules  # noqa: B018
-    assert "Nothing fits" in shown(none) and repr(none).startswith("Nothing fits")
+    assert "Nothing was found" in shown(none) and repr(none).startswith("Nothing was found")
+    full = dataclasses.replace(none, candidates=(), late=False, left_out=0)
+    assert repr(full).startswith("Nothing fits")
+    with pytest.raises(g.InputError, match=r"tiny on cpu:8: nothing fits\n  fix   the plan, shown, says what"):
+        full.rules  # noqa: B018
 
 
 def test_a_run_shows_itself(trained):

@@ -92,6 +92,8 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
                 f"--program={program}: {' '.join([*of_configs, *names])}: this step has no config and no rules"
                 f"\n  fix   explain --program={program} --target={values.target}"
             )
+        if ":" not in program:
+            raise InputError(f"--program={program}: no such form\n  fix   module:function, or file.py:function")
     if values.rows:
         _check_rows(values, layouts, program)
     of_job = " ".join(f"--{name}" for name in ("assume", "price") if values[name].present)

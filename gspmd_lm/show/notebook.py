@@ -80,7 +80,9 @@ class FoundPlan(Plan):
     def yaml(self) -> str:
         """The text of the best layout's rules file. Raises InputError where nothing fits."""
         if self.best is None:
-            raise InputError(f"no layout of {self.config} fits on {self.target.text}")
+            found = self._outcome
+            fix = "the plan, shown, says what comes nearest" if found.searched == "full" else "plan(..., minutes=60)"
+            raise InputError(f"{self.config} on {self.target.text}: {found.found_nothing}\n  fix   {fix}")
         return candidate.rules_file(self, self.best, self._command)
 
     @property

@@ -234,6 +234,12 @@ REFUSED = {
 }
 
 
+def test_a_program_without_its_function_is_refused_as_one(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["main.py", "explain", "--program=train.py", "--target=cpu:8"])
+    assert capsys.readouterr().err.startswith("--program=train.py: no such form\n  fix   module:function, or file.py")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name):
     with pytest.raises(InputError, match=REFUSED[name]) as error:
