@@ -188,6 +188,7 @@ def test_a_model_generates_what_the_command_line_does(model, trained, capsys):
     assert model.generate([]) == []
 
 
+@pytest.mark.long
 def test_programs_and_weights_are_used_again_where_they_suffice(model, monkeypatch):
     model.generate(["abc", "abcd"], max_new_tokens=5)
     monkeypatch.setattr(type(model._generator), "__init__", lambda *_: pytest.fail("made anew"))

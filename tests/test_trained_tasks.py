@@ -226,6 +226,7 @@ def test_a_task_generates_what_its_own_functions_choose_under_every_layout(rever
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("functions", "batch", "tokens", "message"),
     [

@@ -22,7 +22,7 @@ from gspmd_lm.convert.images import padded_rows
 from tests.convert import kinds, ours, references
 from tests.convert.kinds import CASES, folder, golden
 
-LONG = ("sam", "blip2-opt", "swin-one-window", "swin")
+LONG = ("sam", "blip2-opt", "swin-one-window", "swin", "whisper-new", "clip-old")
 ALIKE = ("sam-plain", "sam-whole", "blip2-opt-post", "swin-one-window")  # whose parts other cases have too
 DEFAULT = [name for kind in kinds.KINDS for name in kind.default]
 

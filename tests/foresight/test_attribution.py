@@ -122,6 +122,7 @@ def test_what_a_layer_moves(moved):
     assert {one.kind for one in found} == {"all-gather", "all-reduce", "reduce-scatter"}
 
 
+@pytest.mark.long
 def test_what_is_outside_the_layers(moved):
     found = moved("fsdp2_tp4")
     assert of(found, "embedding", "reduce-scatter", "forward").rules == ("rules.vocab", "rules.residual.seq")

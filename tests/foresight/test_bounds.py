@@ -93,6 +93,7 @@ def test_a_sequence_split_residual_has_gathers_and_scatters(floor_of):
     assert again.communication_bytes == pytest.approx(L * 10 * one + outside + norms)
 
 
+@pytest.mark.long
 def test_fully_sharded_weights_are_zeros_count(floor_of):
     n = 7 / 8
     layers = n * L * LAYER * 2 * 3  # bfloat16: gathered forward and backward, their gradients scattered

@@ -48,6 +48,7 @@ def test_a_budget_that_is_spent_deletes_the_set(cloud, monkeypatch):
     assert list(cloud.at.glob("set-*")) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("elastic", [True, False])
 def test_a_set_whose_slice_does_not_come_back(cloud, monkeypatch, elastic):
     """An elastic job goes on with the slices that are there; any other one waits, until its budget is spent."""

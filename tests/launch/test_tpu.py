@@ -204,6 +204,7 @@ def test_one_worker_that_dies_ends_the_others(cloud):
     assert "the processes that have not ended are killed" in cloud.said and len(cloud.started()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spent", ["max_hours: 5 h are over", pytest.param("max_usd: 2000.", marks=SLOW)])
 def test_a_budget_that_is_spent_lets_the_run_save_and_gives_the_slice_back(cloud, spent, monkeypatch):
     tell = cloud.spend_at("step 1/9", monkeypatch)

@@ -107,6 +107,7 @@ def test_what_was_compiled_corrects_the_price_of_what_is_like_it(config):
     assert max(ratios) > 1.3
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_not_chosen(config):
     limit = targets.parse("h100:4").chip.usable_hbm_bytes
 

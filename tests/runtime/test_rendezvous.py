@@ -166,6 +166,7 @@ def test_kubernetes_has_more_time_to_make_a_name_known(monkeypatch):
     assert rendezvous.resolve_s() == 60
 
 
+@pytest.mark.long
 def test_the_address_of_another_machine_is_told_to_process_0(monkeypatch):
     port = free_port()
     (end,), _ = met(port, (0, 2), host="192.0.2.1")  # an address for documents, which no machine has

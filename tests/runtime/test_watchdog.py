@@ -144,7 +144,7 @@ with watchdog.Watchdog(0.005, print) as dog:
 """
 
 
-@pytest.mark.parametrize(("kind", "at"), [("steps", "step 7"), ("saves", "saving")])
+@pytest.mark.parametrize(("kind", "at"), [("steps", "step 7"), pytest.param("saves", "saving", marks=pytest.mark.long)])
 def test_what_hangs_ends_the_process_with_its_stacks(kind, at):
     process = launch(HANGS.replace("KIND", kind))
     out, said = process.communicate(timeout=120)

@@ -9,10 +9,10 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime.preemption import Agreement
 from tests.train.runs import TRAIN, rows_of, state_of
 
+pytestmark = pytest.mark.long
 WILD = {"learning_rate": 1.0e30, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
 
 
-@pytest.mark.long
 def test_steps_that_are_not_finite_stop_the_run(run, small, tmp_path):
     """A learning rate that throws the weights to infinity: later steps are skipped and counted (see test_step.py)."""
     changes = {"max_skipped": 3, "eval_every": 0, "steps": 30}
@@ -65,7 +65,6 @@ def test_a_start_after_divergence_goes_on_from_the_newest_healthy_checkpoint(run
     assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 4, 5, 7]
 
 
-@pytest.mark.long
 def test_a_step_can_be_gone_back_to_on_purpose(run, diverged, tmp_path):
     workdir, _, sound = diverged
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)

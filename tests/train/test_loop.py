@@ -161,6 +161,7 @@ def test_metrics_are_cut_back_to_the_restored_step(run, tmp_path):
     assert list(losses_of(tmp_path)) == list(range(1, 13))
 
 
+@pytest.mark.long
 def test_evaluation_of_the_newest_checkpoint(run, straight, tmp_path):
     workdir, (_, state) = straight
     last = [row for row in rows_of(workdir) if "eval_loss" in row][-1]
@@ -228,6 +229,7 @@ def test_a_run_that_diverges_at_once_loses_nothing(run, straight, tmp_path):
     assert state_of(again)[0] == at + 1
 
 
+@pytest.mark.long
 def test_a_row_that_cannot_be_read_loses_no_steps(run, straight, tmp_path, monkeypatch):
     """Be it damaged, or be its store silent."""
     read = Loader.rows_at
@@ -344,6 +346,7 @@ def test_the_time_of_all_starts_is_counted(run, tmp_path):
     assert rows_of(tmp_path)[-1]["step"] == 8 and sum(totals.values()) > took_s / 2
 
 
+@pytest.mark.long
 def test_a_trace_is_written(run, tmp_path):
     traced = run(tmp_path, profile=(1, 3))
     traced.train(4)
