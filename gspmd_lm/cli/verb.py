@@ -78,7 +78,7 @@ class Verb:
 
 
 def on_config(flags: Flags, about: str, default: str | None = None) -> None:
-    """Defines the config. about: what is taken from it, and what is there without one."""
+    """Defines --config. about: sentences that say what the verb takes from the config, and what the default is."""
     places = "a path, a name in configs/, or the folder or config.json of a published model"
     flags.text("config", default, f"The config: {places}. {about}")
 

@@ -222,7 +222,7 @@ class AheadRows:
         }
 
     def describe_rate(self, step_s: float) -> str:
-        """How fast the processes here can make tokens, and how fast steps of `step_s` seconds use them."""
+        """A line for the user: the tokens/s that processes here can make, and those that steps of `step_s` s need."""
         rate = sum(one.tokens / one.taken_s for one in self.processes if one.taken_s)
         needed = self.batch * len(self._open) / self.lanes * self.seq / step_s  # of the rows that this process reads
         count = len(self.processes)

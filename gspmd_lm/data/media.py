@@ -109,7 +109,10 @@ def bytes_of(path: Path) -> bytes:
 def find_both(
     data: Data, find: Callable[[corpus.FileNotes, Sequence[config_data.Source], str], Iterable[Item]]
 ) -> Found:
-    """The items that `find` gives for the sources of each setting, whose name it is told, and its notes about files."""
+    """The training items and the held-out ones, with notes about files.
+
+    find: gives the items of one setting, from the notes that it adds to, the sources and the name of the setting.
+    """
     notes = corpus.FileNotes()
     train, held_out = find(notes, data.sources, "data.source"), find(notes, data.held_out_sources, "data.held_out")
     return Found([*train], [*held_out], notes)

@@ -109,7 +109,7 @@ class Figures:
         return Layout(task, target, rules, arrays, warnings, estimator, not_known)
 
     def _read_layer(self, inputs: Inputs) -> dict[str, Any] | None:
-        """The layer of a layout, which is traced; None where it has more devices than can be simulated."""
+        """What is shown of a traced layer of the layout; None if it has more devices than can be simulated."""
         layout = self._layout(inputs)
         devices = layout.estimator.overlap.devices or simulated_devices(layout.target.devices)
         if not devices:

@@ -97,7 +97,7 @@ class BuiltProgram:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its mesh, the path, shape, split, bytes and dtype of each argument, and more, as plain values."""
+        """Plain values for a report, such as its mesh, and the path, shape, split, bytes and dtype of each argument."""
         arguments = [
             [path, like.shape, split(like), bytes_per_device(like), str(like.dtype)]
             for path, like in self.arguments.items()

@@ -22,7 +22,7 @@ _OTHER_OPTIONS = (
 
 
 def read_jax_options() -> dict[str, Any]:
-    """The options of jax, as they are set here and now, that decide a program: jax_enable_x64 and others.
+    """The current values of the options of jax that change what is traced or compiled, such as jax_enable_x64.
 
     `jax_disable_jit` is none of them, since a step that is compiled does without it. Where jax was not imported yet,
     there are none: a process has those of its environment, as any other one that is started here.

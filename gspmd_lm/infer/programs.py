@@ -61,7 +61,7 @@ def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.Mo
 
     named, params = arrays.named_params, arrays.params
     shardings = placement.shardings("weights", named, params)
-    return jax.tree.map(one, named, params, shardings, is_leaf=lambda leaf: isinstance(leaf, Named))
+    return jax.tree.map(one, named, params, shardings)
 
 
 def attention_pass(sizes: Sizes) -> Pass:

@@ -95,7 +95,7 @@ class Agreement:
             self._error = error  # the main thread raises it
 
     def _wait_for(self, key: str, wait_ms: int = processes.POLL_MS) -> str | None:
-        """The value that some process stores under a key, as soon as it is there; None when the context is left."""
+        """Waits for the value that any process stores under `key`. It is None if the context is left before."""
         while not self._left.is_set():
             if (value := processes.read_stored(key, wait_ms)) is not None:
                 return value

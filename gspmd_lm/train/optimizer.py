@@ -74,7 +74,7 @@ def build_optimizer(cfg: config.Optimizer, steps: int, named: Any) -> optax.Grad
 
     named: a tree of placement.Named with the parameters' structure.
     """
-    axes = jax.tree.map(lambda leaf: leaf.axes, named, is_leaf=_is_named)
+    axes = jax.tree.map(lambda leaf: leaf.axes, named)
     matrices = jax.tree.map(is_matrix, axes, is_leaf=_is_axes)
     if cfg.name == "adamw":
         rule = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.mu_dtype)
@@ -177,7 +177,7 @@ def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
 
     Raises InputError for an array whose axes are not known, so that no array is replicated unnoticed.
     """
-    by_path = {leaf.path: leaf.axes for leaf in jax.tree.leaves(named, is_leaf=_is_named)}
+    by_path = {leaf.path: leaf.axes for leaf in jax.tree.leaves(named)}
     shapes = {_dotted_path(path): like.shape for path, like in jax.tree_util.tree_leaves_with_path(abstract_params)}
 
     def name(path: Any, like: Any) -> Named:
@@ -213,10 +213,6 @@ def _untold(where: str, like: Any) -> InputError:
         "logical axes are not known\n  fix   use an optimizer whose state has the shapes of the parameters, such as "
         "adamw, lion or sgd"
     )
-
-
-def _is_named(leaf: Any) -> bool:
-    return isinstance(leaf, Named)
 
 
 def _is_axes(leaf: Any) -> bool:

@@ -214,7 +214,6 @@ class Step(TaskProgram):
                 lambda named, g: self._sum_replicas(g, replicas.split, named),
                 self.arrays.named_trained,
                 gradients,
-                is_leaf=lambda leaf: isinstance(leaf, Named),
             )
             sums = jax.tree.map(lambda x: x.sum(0), sums)
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trained)
